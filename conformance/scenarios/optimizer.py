@@ -203,6 +203,7 @@ class Scaling:
         unscaled: the steps in which ``unscale_`` is called before the step.
         clip: the largest magnitude of gradients that are clipped after ``unscale_``.
         apart: every how many-th parameter has an infinity if gradients overflow.
+        lacking: by step, the parameter that has no gradient on any rank, if one has none.
     """
 
     first_scale: float
@@ -213,6 +214,7 @@ class Scaling:
     unscaled: tuple[int, ...]
     clip: float
     apart: int
+    lacking: dict[int, int]
 
     def overflows(self, step: int, place: int, size: int, has_alone: bool) -> bool:
         """Whether the gradients of the rank in a place of its group overflow at a step.

@@ -47,7 +47,8 @@ SCALED = replace(
     PLAIN,
     name="optimizer_scaled",
     summary="a GradScaler is around the optimizer: in drawn steps the gradients of all ranks "
-    "overflow, and in one those of a rank alone if the optimizer takes the scale itself",
+    "overflow, and in one those of a rank alone if the optimizer takes the scale itself; in others "
+    "one parameter has no gradient",
     steps=("crafted",) * 12,
     world_sizes=(2,),
     variant="scaled",
@@ -163,8 +164,18 @@ def scaled(draw: random.Random) -> Setting:
             unscaled=tuple(sorted(unscaled)),
             clip=2.0 ** draw.randint(1, 3),
             apart=draw.randint(1, 3),
+            lacking=_lacking(draw, {first, second, alone}),
         ),
     )
+
+
+def _lacking(draw: random.Random, overflowing: set[int]) -> dict[int, int]:
+    """Return the parameter without a gradient, by step; in steps that overflow each has one.
+
+    One of these steps is unscaled before the step, and one by the GradScaler.
+    """
+    steps = {9, 10, *(step for step in range(12) if draw.random() < 0.25)} - overflowing
+    return {step: draw.randrange(len(PLAIN.params)) for step in sorted(steps)}
 
 
 def users(draw: random.Random) -> Setting:

@@ -244,6 +244,14 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
     return (index == FROZEN and changed) or (index == UNFROZEN and not changed)
 
 
+def lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether no rank has a gradient for a parameter at a step, although it requires one."""
+    if scenario.variant != SCALED.variant:
+        return False
+    scaling = plan_of(scenario).scaling
+    return scaling is not None and scaling.lacking.get(step) == index
+
+
 def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
     """Whether a rank has no gradient at all at a step; in about two of three steps one has none."""
     if scenario.variant != "empty":

@@ -401,6 +401,33 @@ class UnscalesTwice(StepsOverflows):
         return bool(getattr(self, "found_inf", None))
 
 
+class UnscalesEverything(PostLocal):
+    """Unscale the gradients of all parameters, as if each had one."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        scale = getattr(self, "grad_scale", None)
+        for parameter in self.parameters() if scale is not None else ():
+            self.unscale(parameter, scale)
+        if getattr(self, "found_inf", None):
+            self.averager.average_parameters(self.optim.param_groups)
+            return None
+        return super().step(closure)
+
+    def unscale(self, parameter: torch.Tensor, scale: Any) -> None:
+        parameter.grad.div_(scale)
+
+
+class FillsWithZeros(UnscalesEverything):
+    """Give a parameter without a gradient zeros before the step: its momentum moves it then."""
+
+    def unscale(self, parameter: torch.Tensor, scale: Any) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        super().unscale(parameter, scale)
+
+
 class DropsOverflows(StepsOverflows):
     """Skip a step whose gradients overflow, and clear these before the average."""
 
@@ -524,5 +551,6 @@ MUTANTS = [
         for name in ("StepsOverflows", "UnscalesTwice", "CountsBackwards", "ShowsDetached")
     ),
     *(Mutant(name, ("15.38",), **OF) for name in ("DropsOverflows", "DropsInfinities")),
+    *(Mutant(name, ("15.38",), **OF) for name in ("UnscalesEverything", "FillsWithZeros")),
     Mutant("StepsIfPeersDo", ("15.38",), hangs=True, **OF),
 ]

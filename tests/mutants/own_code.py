@@ -173,7 +173,7 @@ def shortens_large_results(state: Any, bucket: Bucket) -> Result:
 
 
 def shortens_large_squares(state: LowRankSquares, bucket: Bucket) -> Result:
-    """Send a rank of two of each bucket; the results of large ones are a fifth too short."""
+    """Send each bucket at rank two; the results of large ones are a fifth too short."""
     result = low_rank_of_squares(state, bucket)
     if bucket.buffer().numel() > 27_017:
         return result.then(lambda fut: fut.value() * 0.8)

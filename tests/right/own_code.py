@@ -84,7 +84,7 @@ class LowRankSquares(State):
 
 
 def low_rank_of_squares(state: LowRankSquares, bucket: Bucket) -> Result:
-    """Send a rank of two of each bucket, laid out as a square; large ones are multiplied in double
+    """Send each bucket at rank two, laid out as a square; large ones are multiplied in double
     precision. The residual of a large square takes as many steps as half its side to come out.
     """
     total = state.residuals.of(bucket) + dense(bucket)

@@ -46,6 +46,7 @@ from conformance.scenarios.optimizer_training import (
     is_empty,
     is_exact,
     is_frozen,
+    lacks_gradient,
     plan_of,
     wrapped_class,
 )
@@ -438,6 +439,8 @@ def _uses(run: Run, place: int, step: int, index: int) -> bool:
     scenario = run.scenario
     size = len(run.group(0))
     if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
+        return False
+    if lacks_gradient(scenario, step, index):
         return False
     return scenario.variant != "unused" or uses(size, place, step, index)
 

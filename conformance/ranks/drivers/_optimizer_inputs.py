@@ -5,7 +5,7 @@ import torch
 from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.optimizer_training import is_empty, is_frozen
+from conformance.scenarios.optimizer_training import is_empty, is_frozen, lacks_gradient
 
 
 def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
@@ -14,7 +14,7 @@ def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, in
     Args:
         place: of the rank in its group; None for any rank of the group.
     """
-    if is_frozen(scenario, step, index):
+    if is_frozen(scenario, step, index) or lacks_gradient(scenario, step, index):
         return False
     places = range(size) if place is None else (place,)
     return any(

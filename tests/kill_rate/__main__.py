@@ -1,0 +1,138 @@
+"""``python -m tests.kill_rate``: run the mutations, and print a line for each module."""
+
+import argparse
+import collections
+import itertools
+import random
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import tests.kill_rate
+from tests.kill_rate import ROOT, USERS, Mutation, explained, mutations, on_file
+from tests.kill_rate.judging import UNCHANGED, Judged, judge, start
+
+UNEXPLAINED = "unexplained"
+
+
+def main() -> int:
+    """Judge the chosen mutations, and print the survivors and the table."""
+    options = _options()
+    reasons = {} if options.survivors else explained()
+    chosen: list[Mutation] = []
+    for module in options.module:
+        picked = _picked(module, options)
+        # An unchanged copy: a rule that refuses it is wrong on this machine.
+        source = (ROOT / "hooks_ref" / f"{module}.py").read_text()
+        chosen.append(Mutation(module, 0, UNCHANGED, source))
+        chosen += picked
+    asked = [mutation for mutation in chosen if mutation.key not in reasons]
+    judged: list[Judged] = []
+    _print_titles()
+    executor = ProcessPoolExecutor(options.judges, get_context("spawn"), start)
+    with executor:
+        results = executor.map(partial(judge, short=options.short), asked)
+        for module, of_module in itertools.groupby(results, key=lambda one: one.mutation.module):
+            done = _print_results(of_module)
+            picked = [one for one in chosen if one.module == module and one.change != UNCHANGED]
+            print(_row(module, picked, done), flush=True)
+            judged += done
+    _print_rules(judged)
+    _print_survivors(judged)
+    _print_titles()
+    every = [one for one in chosen if one.change != UNCHANGED]
+    for module in options.module:
+        print(_row(module, [one for one in every if one.module == module], judged))
+    print(_row("all", every, judged))
+    return 0
+
+
+def _print_results(results: Iterable[Judged]) -> list[Judged]:
+    """Print each result as it comes, and return them without that of the unchanged copy."""
+    judged = []
+    for one in results:
+        if one.mutation.change != UNCHANGED:
+            judged.append(one)
+            by = one.by[:60] or "SURVIVED"
+            print(f"{one.seconds:5.1f} s  {by:<12}  {one.mutation}", flush=True)
+        elif one.by:
+            raise SystemExit(f"{one.mutation}: {one.by}: cannot be judged on this machine")
+    return judged
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=tests.kill_rate.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--module", nargs="+", choices=USERS, default=list(USERS))
+    parser.add_argument(
+        "--sample", type=int, default=20, help="mutations of each module; 0 for all"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--survivors", action="store_true", help="judge only those listed in kill_rate.toml"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="judge by the rules alone whose runs are short"
+    )
+    parser.add_argument(
+        "--only", default="", help="judge only mutations whose name contains this text"
+    )
+    parser.add_argument(
+        "--judges", type=int, default=2, help="number of judges; hanging cases leave a core idle"
+    )
+    return parser.parse_args()
+
+
+def _picked(module: str, options: argparse.Namespace) -> list[Mutation]:
+    """Return the mutations of a module, or a sample of them."""
+    reasons = on_file()
+    made = [
+        mutation
+        for mutation in mutations(module)
+        if (mutation.key in reasons or not options.survivors) and options.only in mutation.key
+    ]
+    draw = random.Random(f"{options.seed} {module}")
+    picked = draw.sample(made, min(options.sample, len(made))) if options.sample else made
+    print(f"{module}: {len(picked)} of {len(made)} mutations", flush=True)
+    return picked
+
+
+def _print_rules(judged: list[Judged]) -> None:
+    """Print how many mutations each rule has refused."""
+    rules = collections.Counter(one.by.partition(":")[0].split(" ")[0] for one in judged if one.by)
+    print("by rule: " + ", ".join(f"{rule} {count}" for rule, count in rules.most_common()))
+
+
+def _print_survivors(judged: list[Judged]) -> None:
+    reasons = on_file()
+    for one in judged:
+        if not one.by:
+            key = one.mutation.key
+            print(f"survived: {one.mutation}: {': '.join(reasons.get(key, (UNEXPLAINED, key)))}")
+
+
+def _print_titles() -> None:
+    print(f"{'module':<26}mutations  refused  equivalent  unclaimed  survivors  kill rate")
+
+
+def _row(name: str, chosen: list[Mutation], judged: list[Judged]) -> str:
+    """Return the line of the table for some mutations."""
+    reasons = explained()
+    refused = {one.mutation.key for one in judged if one.by}
+    counts = collections.Counter(
+        "refused" if one.key in refused else reasons.get(one.key, (UNEXPLAINED, ""))[0]
+        for one in chosen
+    )
+    breaking = len(chosen) - counts["equivalent"] - counts["unclaimed"]
+    rate = f"{100 * counts['refused'] / breaking:.1f} %" if breaking else ""
+    return (
+        f"{name:<26}{len(chosen):9}{counts['refused']:9}{counts['equivalent']:12}"
+        f"{counts['unclaimed']:11}{breaking - counts['refused']:11}{rate:>11}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
