@@ -31,7 +31,7 @@ def explained() -> dict[str, tuple[str, str]]:
 
 
 def on_file() -> dict[str, tuple[str, str]]:
-    """Return the same with the reasons of those that have not been seen to survive."""
+    """Return the same, and beside it the proposals."""
     kinds = tomllib.loads((ROOT / "tests" / "kill_rate.toml").read_text())
     return {
         key: (kind, reason)

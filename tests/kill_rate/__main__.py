@@ -87,7 +87,7 @@ def _options() -> argparse.Namespace:
 
 
 def _picked(module: str, options: argparse.Namespace) -> list[Mutation]:
-    """Return the mutations of a module, or a sample of them."""
+    """Return a module's mutations, or a sample."""
     reasons = on_file()
     made = [
         mutation
