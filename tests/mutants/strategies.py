@@ -326,10 +326,10 @@ def sparse_left_out(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def waits_a_while(model: Any, is_final_microbatch: bool) -> Context:
-    """Wait a limited time for the collectives, then go on without them."""
+    """Wait a limited time for the collectives, then go on with this rank's own gradients."""
 
     def finish() -> None:
-        works = []
+        works, sums = [], []
         # Ranks do not exchange which parameters are used: that would wait for the peers.
         for parameter in _trainable(model):
             if parameter.grad is None:
@@ -337,19 +337,18 @@ def waits_a_while(model: Any, is_final_microbatch: bool) -> Context:
             if parameter.grad.is_sparse:
                 parameter.grad = _mean(parameter.grad, model.process_group)
             else:
-                works.append(
-                    dist.all_reduce(
-                        parameter.grad.div_(model.process_group.size()),
-                        group=model.process_group,
-                        async_op=True,
-                    )
-                )
+                # A gradient that is written later would be another defect, seen by chance.
+                total = parameter.grad.div_(model.process_group.size()).clone()
+                works.append(dist.all_reduce(total, group=model.process_group, async_op=True))
+                sums.append((parameter, total))
         end = time.monotonic() + _patience[0]
         while not all(work.is_completed() for work in works):
             if time.monotonic() > end:
                 _patience[0] = 0.0
-                break
+                return
             time.sleep(0.001)
+        for parameter, total in sums:
+            parameter.grad.copy_(total)
 
     return _then(model, is_final_microbatch, finish)
 
