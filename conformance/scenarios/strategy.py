@@ -8,6 +8,7 @@ rules that judge it both call them. In this module, ``place`` is a rank's number
 import random
 from dataclasses import dataclass, replace
 
+from conformance.scenarios.averager_training import option, with_option
 from conformance.scenarios.interrupts import ERROR, INTERRUPTS, drawn_interrupts
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
@@ -253,17 +254,12 @@ _DIFFERENT = (
 )
 
 
-_COUNTS = "counts="  # begins the option that names the micro-batches of each step
+COUNTS = "counts"
 
 
 def count_of(scenario: Scenario) -> int:
     """Return the micro-batches of each step that the strategy claims to count, or 0."""
-    numbers = (
-        int(option.removeprefix(_COUNTS))
-        for option in scenario.options
-        if option.startswith(_COUNTS)
-    )
-    return next(numbers, 0)
+    return int(option(scenario, COUNTS) or 0)
 
 
 def counted(scenario: Scenario, number: str) -> Scenario:
@@ -277,7 +273,7 @@ def counted(scenario: Scenario, number: str) -> Scenario:
         number: the micro-batches of each step.
     """
     steps = tuple("normal" if kind == "limit" else kind for kind in scenario.steps)
-    return replace(scenario, steps=steps, options=(*scenario.options, f"{_COUNTS}{number}"))
+    return with_option(replace(scenario, steps=steps), COUNTS, number)
 
 
 def batches(scenario: Scenario, step: int) -> int:

@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from conformance.ranks.drivers._set_aside import SetAside
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
-from conformance.ranks.resolve import Context, missing_arguments
+from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
@@ -65,9 +64,6 @@ class StrategyDriver(RankDriver):
     def run(self) -> None:
         """Make the strategy and run the scenario's steps."""
         self.strategy: Callable[..., Any] = self.make()
-        if count_of(self.scenario) and isinstance(_unbound(self.strategy), type):
-            # Its count would begin anew if there were an object for each micro-batch.
-            self.strategy = self.call(self.strategy, self.context)
         if not callable(self.strategy):
             raise TargetError(
                 "a sync strategy is called for each micro-batch, and returns a context manager; "
@@ -91,6 +87,12 @@ class StrategyDriver(RankDriver):
             if changed := aside.changed():
                 self.recorder.event("aside_changed", parameters=changed)
             self._keep_gradients()
+
+    def _made(self, target: Factory, context: Context) -> Any:
+        if count_of(self.scenario) and isinstance(target.function, type):
+            # A count would begin anew if there were an object for each micro-batch.
+            return target.make(context)
+        return super()._made(target, context)
 
     def _train_on_world(self) -> None:
         """Train another model on WORLD; its gradients are not judged."""
@@ -362,11 +364,6 @@ class StrategyDriver(RankDriver):
         place = special_source(self.scenario, step, self.group_rank, self.size)
         source = Source("limit", ranks[place], step)
         return values_of(source, self.scenario.params[index], self.size, index).to(self.device)
-
-
-def _unbound(target: Any) -> Any:
-    """Return a target without the arguments that are bound to it."""
-    return target.func if isinstance(target, functools.partial) else target
 
 
 def _named(value: Any) -> str:
