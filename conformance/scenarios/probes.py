@@ -104,13 +104,13 @@ class ProbeMaker:
     least_named: int = LEAST_TRIED
 
 
-def judged_as(probe: Scenario, keeps_residuals: bool) -> Scenario:
+def judged_as(probe: Scenario, holds_back: bool) -> Scenario:
     """Return the scenario as which a probe is adapted to claims and judged.
 
     It is the plainest one. A lossy result is judged there over a hundred steps and more, which
     would take too long for large parameters; they are judged as in the scenario `large`.
     """
-    among_others = keeps_residuals and not probe.name.endswith(_EMPTIED)
+    among_others = holds_back and not probe.name.endswith(_EMPTIED)
     limit = _LARGEST_AMONG_OTHERS if among_others else _LARGEST_LONG
     return VALUES if _largest(probe) <= limit else LARGE
 

@@ -92,15 +92,15 @@ def test_range(value: float, quantities: tuple[str, ...], expected: bool) -> Non
 def test_a_probe_is_judged_as_a_plain_or_as_a_large_run(
     probe: Probe, plain: Scenario, with_residuals: Scenario
 ) -> None:
-    assert judged_as(probe.scenario, keeps_residuals=False) is plain
-    assert judged_as(probe.scenario, keeps_residuals=True) is with_residuals
+    assert judged_as(probe.scenario, holds_back=False) is plain
+    assert judged_as(probe.scenario, holds_back=True) is with_residuals
 
 
 def test_the_residual_of_one_large_parameter_is_emptied() -> None:
     probe, emptied = with_residuals_emptied(probes(30_000, "sizes")["probe_30000_elements"])
     assert steps_until_empty(probe.scenario) == 0
     assert emptied.scenario.params == (Param((30_001,)),)
-    assert judged_as(emptied.scenario, keeps_residuals=True) is VALUES
+    assert judged_as(emptied.scenario, holds_back=True) is VALUES
     assert steps_until_empty(emptied.scenario) > math.sqrt(30_001)
 
 

@@ -37,7 +37,8 @@ have the other sign. A value that was lost does not come out at all, or as slowl
 gradients; over all faint steps, the part of it that was not lost would. In ``layers`` the sum may
 be off by any share; elsewhere it stays below 1/4. Signs with one scale, and with one for either
 sign, left 0.147 at most in 13,500 simulated runs of these scenarios' gradients, with 40 to 5,000
-elements and three numbers of faint steps.
+elements and three numbers of faint steps. Of 1,500 others, whose scales differed by up to 2**12,
+240 were off, and 234 of these came out in the last half.
 
 Dropped results. With find_unused_parameters, DDP drops the result of a parameter that no rank has
 used in a step. A hook without a collective of its own cannot know that, and sends its residual
