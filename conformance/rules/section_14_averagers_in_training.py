@@ -129,12 +129,14 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source="fine-tuning: layers are frozen, unfrozen and added; torch documentation, "
     "average_parameters(params), which takes the parameters in every call; Module.to(), and "
     "load_state_dict(assign=True)",
-    remedy="a list of parameters, or of buffers, that is made in the first call and kept; p.data "
-    "of an earlier call, which is another tensor than the parameter's after model.to()",
+    remedy="a list of parameters, or of buffers, that is made in the first call and kept, or kept "
+    "for as many trained elements; p.data of an earlier call, which is another tensor than the "
+    "parameter's after model.to()",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
-    """After a drawn step at which one parameter is unfrozen, another one frozen and a third one
-    added, the averages are those of the parameters that are given.
+    """After a drawn step at which one parameter is unfrozen and another one of the same shape
+    frozen, and a later one at which a third is added, the averages are those of the parameters that
+    are given.
 
     A subject that is made with the parameters keeps these; none is added then.
 

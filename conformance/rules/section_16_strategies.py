@@ -72,7 +72,8 @@ def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
     certifies_machine=True,
     source=f"{TORCH}; pytorch's test_accumulate_gradients_no_sync; {COMPOSER}",
     remedy="no_sync() around forward and backward of all micro-batches but the last, or an average "
-    "of all that has accumulated",
+    "of all that has accumulated; gradients that are set aside when a context begins: the trainer "
+    "may clear them within it",
 )
 def accumulates(run: Run, claims: Claims, found: Found) -> None:
     """After a step of 1, 2 or 4 micro-batches every gradient is the sum over micro-batches of the
@@ -83,8 +84,9 @@ def accumulates(run: Run, claims: Claims, found: Found) -> None:
     micro-batch.
 
     In this run and all others the trainer sets the gradients of a step aside, and clears them with
-    ``zero_grad()``, which sets them to None. Later steps leave them alone, as DDP does, unless
-    gradients are views of buckets or of the trainer's own buffers.
+    ``zero_grad()``, which sets them to None: before the next step, or, in every other step of this
+    run, between the forward and the backward of its first micro-batch. Later steps leave them
+    alone, as DDP does, unless gradients are views of buckets or of the trainer's own buffers.
     """
     require_means(run, found)
 

@@ -22,10 +22,10 @@ from conformance.scenarios.hook import (
     LARGE,
     SHAPES,
     SIZES,
-    SPARSE,
     SUBGROUPS,
     VALUES,
 )
+from conformance.scenarios.sparse import SPARSE
 from conformance.scenarios.values import LAYERS, RANGES
 from conformance.subjects.claims import LOCAL, Claims
 
@@ -202,8 +202,8 @@ def process_group(run: Run, claims: Claims, found: Found) -> None:
     "bucket.buffer(), or raise",
 )
 def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
-    """Complex parameters get the mean of both parts, or the hook refuses them with an exception on
-    every rank.
+    """Complex parameters, of float32 and of float64, get the mean of both parts, or the hook
+    refuses them with an exception on every rank.
 
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is
     right on the part that these views cover, and leaves the rest as it is, is not blamed for it:
@@ -220,7 +220,7 @@ def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
                 "complex parameters are wrong only beyond the reach of torch's bucket.gradients()"
             )
             return
-    require_steps(run, claims, found, run.steps("crafted"))
+    require_steps(run, claims, found, run.steps("crafted", "normal"))
 
 
 def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
@@ -257,12 +257,17 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     may_refuse=True,
     needs=("2.1", "1.8"),
     source="pytorch#54747, pytorch#111422; torch's PowerSGD silently stops synchronising them",
-    remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise",
+    remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
+    "in 16 bits; values in a narrower dtype",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
-    """A sparse embedding beside dense parameters gets the mean, or the hook refuses it with an
-    exception on every rank."""
-    require_steps(run, claims, found, run.steps("crafted"))
+    """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an
+    exception on every rank.
+
+    One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16. Crafted values, and
+    random ones, which no narrower dtype holds, are judged.
+    """
+    require_steps(run, claims, found, run.steps("crafted", "normal"))
 
 
 @rule(

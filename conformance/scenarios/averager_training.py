@@ -85,8 +85,9 @@ TWO_GROUPS = replace(
 CHANGING = replace(
     PLAIN,
     name="averager_changing",
-    summary="between the first two averages one parameter is unfrozen, one frozen and one added",
-    params=(*_PARAMS, Param((9,))),
+    summary="between the first two averages one parameter is unfrozen, and another of the same "
+    "shape frozen; before the third one a parameter is added",
+    params=(_PARAMS[0], *_PARAMS, Param((9,))),
     world_sizes=(2,),
     variant="changing",
 )
@@ -271,7 +272,7 @@ def is_given(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter is among those that the averager is given at a step."""
     if scenario.variant != "changing" or index != ADDED:
         return True
-    return step >= int(option(scenario, "change") or 0)
+    return step >= int(option(scenario, "addition") or 0)
 
 
 def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:

@@ -545,6 +545,15 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor
 
 
+_MANY_ROWS = 1000
+
+
 def sparse_rows(rows: int, rank: int, step: int) -> torch.Tensor:
-    """Return the rows of an embedding that a rank uses at a step; some are shared."""
-    return torch.tensor(sorted({0, (1 + rank + step) % rows, (5 + 2 * rank) % rows}))
+    """Return the rows of an embedding that a rank uses at a step; some are shared.
+
+    Those of a large embedding are at both ends and in the middle.
+    """
+    used = {0, (1 + rank + step) % rows, (5 + 2 * rank) % rows}
+    if rows >= _MANY_ROWS:
+        used |= {rows - 1, rows - 2 - rank - step, rows // 2 + 3 * rank - step}
+    return torch.tensor(sorted(used))

@@ -7,6 +7,7 @@ what a new rule needs. ``ALL`` fixes the order in which scenarios run.
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
+from conformance.scenarios.sparse import SPARSE
 
 SCALES = ("random", "large", "small")  # the kinds of gradient of AT_SCALE (``gradients.at_scale``)
 SCALE_NUMEL = 32  # elements of each kind
@@ -225,19 +226,9 @@ COMPLEX = Scenario(
     params=(
         Param((5, 3), "complex64"),
         Param((7,), "complex64"),
+        Param((11,), "complex128"),
     ),
-    steps=("crafted",) * 2,
-    world_sizes=(2,),
-)
-
-SPARSE = Scenario(
-    name="sparse",
-    summary="a sparse embedding beside a dense parameter",
-    params=(
-        Param((10, 3), layout="sparse"),
-        Param((7,)),
-    ),
-    steps=("crafted",) * 3,
+    steps=("crafted", "crafted", "normal"),
     world_sizes=(2,),
 )
 

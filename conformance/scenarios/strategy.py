@@ -41,7 +41,8 @@ PLAIN = Scenario(
 ACCUMULATED = replace(
     PLAIN,
     name="strategy_accumulated",
-    summary="steps of 2, 4, 1 and 2 micro-batches",
+    summary="steps of 2, 4, 1 and 2 micro-batches; in every other step gradients are cleared "
+    "within the first context",
     steps=("crafted",) * 4,
     variant="accumulated",
 )
@@ -297,6 +298,11 @@ def by_itself(scenario: Scenario, step: int) -> bool:
 def clears(scenario: Scenario, step: int) -> bool:
     """Whether gradients are cleared before a step."""
     return scenario.variant != "kept" or step % 2 == 0
+
+
+def clears_inside(scenario: Scenario, step: int) -> bool:
+    """Whether they are cleared between the forward and the backward of the first micro-batch."""
+    return scenario.variant == "accumulated" and step % 2 == 1
 
 
 def raises_in(scenario: Scenario, step: int) -> int | None:

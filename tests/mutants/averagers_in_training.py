@@ -204,6 +204,40 @@ class RemembersTheTrainable(Averager):
         return [parameter for parameter, flag in zip(chosen, flags, strict=False) if flag]
 
 
+class _Plans(Averager):
+    """Keep the list of what is trained for as long as its key stays the same."""
+
+    def __init__(self, period=4, warmup_steps=10, process_group=None):
+        super().__init__(period, warmup_steps, process_group)
+        self.plan = []
+        self.made_for = None
+
+    def key(self, trained):
+        raise NotImplementedError
+
+    def chosen(self, params):
+        trained = [parameter for parameter in super().chosen(params) if parameter.requires_grad]
+        key = self.key(trained)
+        if key != self.made_for:
+            self.made_for = key
+            self.plan = trained
+        return self.plan
+
+
+class PlansForElements(_Plans):
+    """Make a new plan if another number of elements is trained."""
+
+    def key(self, trained):
+        return sum(parameter.numel() for parameter in trained)
+
+
+class PlansForShapes(_Plans):
+    """Make a new plan if the trained parameters have other shapes, in whatever order."""
+
+    def key(self, trained):
+        return sorted(tuple(parameter.shape) for parameter in trained)
+
+
 class AddedInTheNextRound(Averager):
     """Count how many parameters there were, and take up new ones one average later."""
 
@@ -353,7 +387,10 @@ MUTANTS = [
     ),
     *(
         Mutant(f"{name},{AT}", ("14.18",), **OF)
-        for name in ("RemembersParameters", "RemembersTheTrainable", "AddedInTheNextRound")
+        for name in (
+            *("RemembersParameters", "RemembersTheTrainable", "AddedInTheNextRound"),
+            *("PlansForElements", "PlansForShapes"),
+        )
     ),
     Mutant(f"CountsWithGradients,{AT}", ("14.5",), hangs=True, **OF),
     Mutant(f"LeavesAtOnce,{AT}", ("14.5",), hangs=True, **OF),

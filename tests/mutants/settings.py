@@ -236,6 +236,15 @@ def real_parts_only(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def complex_of_float64_unknown(state: Any, bucket: Bucket) -> Result:
+    """Send buckets of complex128 as complex64, as a table of dtypes without them has it."""
+    flat = bucket.buffer()
+    parameters = bucket.parameters()
+    if not is_dense(bucket) or parameters[0].dtype != torch.complex128:
+        return average(bucket, state)
+    return average_of(flat.float(), state).then(lambda fut: flat.copy_(fut.value()))
+
+
 # 2.9 Sparse gradients
 
 
@@ -304,6 +313,7 @@ MUTANTS = [
     Mutant("global_root", ("2.7",)),
     Mutant("global_place", ("2.7",)),
     Mutant("real_parts_only", ("2.8",)),
+    Mutant("complex_of_float64_unknown", ("2.8",)),
     Mutant("sparse_stays_local", ("2.9",)),
     Mutant("sparse_undivided", ("2.9",)),
     Mutant("sparse_values_only", ("2.9",)),

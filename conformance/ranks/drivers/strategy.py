@@ -25,6 +25,7 @@ from conformance.scenarios.strategy import (
     batches,
     by_itself,
     clears,
+    clears_inside,
     count_of,
     fails_and_goes_on,
     is_empty,
@@ -204,7 +205,8 @@ class StrategyDriver(RankDriver):
             self._swap(swap, step)
         if self.scenario.variant == "turns":
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
-        if clears(self.scenario, step):
+        clears_later = clears_inside(self.scenario, step)
+        if clears(self.scenario, step) and not clears_later:
             self.model.zero_grad()
         for parameter, view in zip(self.params, self._views_of_gradients(), strict=False):
             parameter.grad = view.zero_()
@@ -237,7 +239,7 @@ class StrategyDriver(RankDriver):
                         # There is no input, and so neither a forward nor a backward.
                         self.let_peers_in()
                 else:
-                    self._train(grads, is_final)
+                    self._train(grads, is_final, clears_later and batch == 0)
             if fails:
                 self.model.zero_grad()
                 break
@@ -282,14 +284,21 @@ class StrategyDriver(RankDriver):
             gradients=sum(p.numel() * p.element_size() for p in self.params),
         )
 
-    def _train(self, grads: Grads, is_final: bool) -> None:
+    def _train(self, grads: Grads, is_final: bool, clears_first: bool = False) -> None:
         with self.autocast(), self._context_of(is_final):
             for _ in range(2 if self.scenario.variant == "second" else 1):
-                self._pass_through(grads)
+                self._pass_through(grads, clears_first)
 
-    def _pass_through(self, grads: Grads) -> None:
-        """Run a forward and a backward, inside the context."""
+    def _pass_through(self, grads: Grads, clears_first: bool = False) -> None:
+        """Run a forward and a backward, inside the context.
+
+        Args:
+            grads: the gradients that the backward gives.
+            clears_first: clear the gradients of the last step between the two, as many loops do.
+        """
         loss = self._forward(grads)
+        if clears_first:
+            self.model.zero_grad()
         # DDP that synchronises by itself waits for peers in its backward, where no schedule sees
         # the wait.
         if getattr(self.model, "require_backward_grad_sync", False):

@@ -322,13 +322,15 @@ def _probe(scenario: Scenario, schedule: Schedule) -> Scenario:
 
 
 def _change(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
-    """Change the model at a drawn step between the first two averages."""
+    """Change the model at a drawn step between the first two averages, and between the next two."""
     period = max(schedule.periods)
     first = schedule.first(period)
     change = draw.randint(first + 1, first + period)
-    also = (change - 1, change, first + 2 * period)
+    addition = draw.randint(first + period + 1, first + 2 * period)
+    also = (change - 1, change, addition - 1, addition, first + 3 * period)
     steps = lengthened(scenario.steps, schedule, also=also)
-    return with_option(replace(scenario, steps=steps), "change", change)
+    changed = with_option(replace(scenario, steps=steps), "change", change)
+    return with_option(changed, "addition", addition)
 
 
 def _move(

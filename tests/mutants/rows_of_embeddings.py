@@ -1,0 +1,71 @@
+"""Mutants of rule 2.9 that gather the rows of sparse gradients and their values by themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, completed, gather, group_of, is_dense
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _gathered(
+    state: Any, bucket: Bucket, rows_sent: Change = _same, values_sent: Change = _same
+) -> Result:
+    """Average a sparse gradient: gather as many rows of each rank as the longest one has."""
+    if is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer().coalesce()
+    rows, values = own.indices()[0], own.values()
+    counts = [int(count) for count in gather(torch.tensor([len(rows)]), state)]
+    missing = max(counts) - len(rows)
+    every_row = gather(rows_sent(torch.cat([rows, rows.new_zeros(missing)])), state)
+    filled = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+    every_value = gather(values_sent(filled), state)
+    size = group_of(state).size()
+    found = [part[:count].long() for part, count in zip(every_row, counts, strict=True)]
+    parts = [part[:count] for part, count in zip(every_value, counts, strict=True)]
+    values = torch.cat(parts).to(values.dtype) / size
+    mean = torch.sparse_coo_tensor(torch.cat(found)[None], values, own.shape)
+    return completed(mean.coalesce())
+
+
+def rows_in_16_bits(state: Any, bucket: Bucket) -> Result:
+    """Send row numbers modulo 2**16."""
+    return _gathered(state, bucket, rows_sent=lambda rows: (rows % 2**16).int())
+
+
+def rows_in_bfloat16(state: Any, bucket: Bucket) -> Result:
+    """Send row numbers as bfloat16, which holds no odd number above 256."""
+    last = bucket.buffer().shape[0] - 1
+    return _gathered(
+        state, bucket, rows_sent=lambda rows: rows.bfloat16().float().long().clamp(max=last)
+    )
+
+
+def values_in_float16(state: Any, bucket: Bucket) -> Result:
+    """Send the values of sparse gradients as float16."""
+    return _gathered(state, bucket, values_sent=lambda values: values.half())
+
+
+def last_row_is_padding(state: Any, bucket: Bucket) -> Result:
+    """Take the last row for padding, and give it no gradient."""
+    if is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer().coalesce()
+    is_row = own.indices()[0] != own.shape[0] - 1
+    values = own.values() * is_row[:, None]
+    bucket.set_buffer(torch.sparse_coo_tensor(own.indices(), values, own.shape))
+    return _gathered(state, bucket)
+
+
+MUTANTS = [
+    Mutant(name, ("2.9",))
+    for name in ("rows_in_16_bits", "rows_in_bfloat16", "values_in_float16", "last_row_is_padding")
+]
