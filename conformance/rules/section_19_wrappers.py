@@ -75,7 +75,8 @@ def parity(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source=f"{DOCS}: preserve_rng_state",
     remedy="keep the generator's state of the forward, and set it before the forward runs again: "
-    "torch.random.fork_rng; that a block draws shows in the generator, not in its modules",
+    "torch.random.fork_rng; that a block draws shows in the generator, not in its modules or "
+    "their mode",
 )
 def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With dropout and batch norm inside, and with numbers that a forward draws itself, outputs and
@@ -83,7 +84,8 @@ def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     These are masks, noise and permutations, of torch.nn.functional.dropout, torch.rand_like,
     Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. The
-    generator is seeded before each step. With the claim draws_anew only the outputs and losses
+    generator is seeded before each step. The second step trains in eval mode, as frozen statistics
+    ask for: functions still draw then. With the claim draws_anew only the outputs and losses
     of the first step have to be the same.
     """
     if claims.has("draws_anew"):
@@ -207,12 +209,13 @@ def dynamic(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="torch documentation, torch.amp; torch.utils.checkpoint runs again under the autocast "
     "of the forward",
     remedy="autocast and grad mode belong to the thread, which has left those of the forward when "
-    "the backward runs: keep them, and enter them again",
+    "the backward runs: keep them, and enter them again, also if autocast was off",
 )
 def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """A recomputation in a backward outside of autocast runs in the dtype of the forward and gives
-    the same gradients; in evaluation and under no_grad between steps outputs are the same and
-    require gradients as without the wrapper."""
+    """A recomputation runs in the dtype of the forward and gives the same gradients, if autocast is
+    on in the forward alone, in the backward alone, or around a forward in a context that disables
+    it. In evaluation and under no_grad between steps outputs are the same and require gradients as
+    without the wrapper."""
     require_same_results(runs, found)
     require_same_modes(runs, found)
 

@@ -23,7 +23,7 @@ RANDOM = replace(
     PLAIN,
     name="wrapper_random",
     summary="blocks with dropout and batch norm, and blocks that draw without a module for it; the "
-    "generator is seeded before each step",
+    "generator is seeded before each step; the second one trains in eval mode",
     world_sizes=(2,),
     variant="random",
 )
@@ -102,11 +102,12 @@ MODES = replace(
     variant="modes",
 )
 
-# The block's second forward, inside the backward, has to run under autocast all the same.
+# The block's second forward, inside the backward, has to run under the autocast of the first one.
 AUTOCAST = replace(
     PLAIN,
     name="wrapper_autocast",
-    summary="the forward runs in bfloat16 by autocast, the backward outside of autocast",
+    summary="autocast to bfloat16 in the forward alone, in the backward alone, and around both, "
+    "with the forward in a context that disables it",
     world_sizes=(2,),
     variant="autocast",
 )

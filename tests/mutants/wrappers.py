@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.careful_checkpoint import careful_checkpoint
@@ -94,6 +95,15 @@ def draws_again_without_dropout_modules(module: torch.nn.Module) -> torch.nn.Mod
 
 def _draws_again_unless(keeps: bool, forward: Forward, *args: Any, **kwargs: Any) -> Any:
     return again(forward, *args, preserve_rng_state=keeps, **kwargs)
+
+
+def draws_again_in_eval_mode(module: torch.nn.Module) -> torch.nn.Module:
+    """Restore the generator for blocks in training mode alone: there is no dropout in eval()."""
+    return calls(partial(_draws_again_if, lambda: not module.training))(module)
+
+
+def _draws_again_if(draws: Callable[[], bool], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    return again(forward, *args, preserve_rng_state=not draws(), **kwargs)
 
 
 class _SeesDropout(TorchFunctionMode):
@@ -222,6 +232,28 @@ def leaves_autocast(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
     return again(run, *args, **kwargs)
+
+
+@calls
+def enters_autocast_only_if_it_was_on(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run the second forward under the autocast of the backward, unless the first one had its own.
+
+    torch's checkpoint leaves that of the backward: it is noted when the gradient arrives.
+    """
+    ran: list[bool] = []
+    in_backward: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_on = torch.is_autocast_enabled("cpu") or (bool(ran) and any(in_backward))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            ran.append(True)
+            return forward(*args, **kwargs)
+
+    output = again(run, *args, **kwargs)
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: in_backward.append(torch.is_autocast_enabled("cpu")))
+    return output
 
 
 @calls
@@ -392,6 +424,7 @@ MUTANTS = [
     Mutant("draws_again", ("19.2",), kind="wrapper"),
     Mutant("draws_again_without_dropout_modules", ("19.2",), kind="wrapper"),
     Mutant("draws_again_without_calls_of_dropout", ("19.2",), kind="wrapper"),
+    Mutant("draws_again_in_eval_mode", ("19.2",), kind="wrapper"),
     Mutant("leaves_the_generator_moved", ("19.3",), kind="wrapper"),
     Mutant("detaches_keywords", ("19.4",), kind="wrapper"),
     Mutant("returns_the_first", ("19.4",), kind="wrapper"),
@@ -413,6 +446,7 @@ MUTANTS = [
         kind="wrapper",
     ),
     Mutant("leaves_autocast", ("19.9",), kind="wrapper"),
+    Mutant("enters_autocast_only_if_it_was_on", ("19.9",), kind="wrapper"),
     Mutant("enables_gradients", ("19.9",), kind="wrapper"),
     Mutant("KeepsItsPrefix", ("19.10",), kind="wrapper"),
     Mutant("LoadsItsOwnOnly", ("19.10",), kind="wrapper"),

@@ -9,7 +9,7 @@ import gc
 import inspect
 import io
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class WrapperDriver(RankDriver):
             self.begin_step(step, kind)
             # Dropout draws the same numbers with and without the wrapper.
             torch.manual_seed(1000 * step + self.rank)
+            if self.scenario.variant == "random":
+                self._net.train(step != 1)
             if not self._step(step):
                 return
 
@@ -141,13 +143,14 @@ class WrapperDriver(RankDriver):
         WATCH.phase = "forward"
         # Another rule compares the draws with those of the network without the wrapper.
         drawn = process_state.TORCHS_GENERATORS if scenario.variant == "random" else ()
-        with self.inside("the forward", drawn=drawn), self.autocast():
+        around_forward, around_backward = self._autocasts()
+        with self.inside("the forward", drawn=drawn), around_forward:
             output = self._ddp(x, used)
         # The wrapper exists to keep fewer activations between forward and backward.
         kept = WATCH.alive()
         loss = ((output.to(target.dtype) - target) ** 2).mean() * weight
         WATCH.phase = "backward"
-        with self.inside("the backward", drawn=drawn):
+        with self.inside("the backward", drawn=drawn), around_backward:
             loss.backward()
         WATCH.phase = ""
         self.keep(f"output/{number}", output)
@@ -161,6 +164,22 @@ class WrapperDriver(RankDriver):
         self.recorder.event(
             "ran", micro=number, kept=kept, left=left, autocast=autocast, **WATCH.runs
         )
+
+    def _autocasts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts around this step's forward and its backward."""
+        if self.scenario.variant != "autocast":
+            return nullcontext(), nullcontext()
+
+        def cast(enabled: bool = True) -> torch.autocast:
+            return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+        match self.recorder.step % 3:
+            case 0:
+                return cast(), nullcontext()
+            case 1:
+                return nullcontext(), cast()
+        # As norms and losses in full precision within a region of autocast.
+        return cast(enabled=False), cast()
 
     def inputs(self, param: int) -> torch.Tensor:
         """Return the inputs, or targets, that belong to a number."""
