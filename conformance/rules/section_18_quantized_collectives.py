@@ -407,11 +407,13 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     claimed="feedback",
     source="Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019: error feedback",
     remedy="e <- x + e - D(Q(x + e)), of the values before they are divided by a loss factor; kept "
-    "from call to call, whole and in float32, also if the next values are much smaller or zeros",
+    "from call to call, whole and in float32, for messages of any dtype, also if the next values "
+    "are much smaller or zeros",
 )
 def feedback(run: Run, claims: Claims, found: Found) -> None:
-    """Over N calls with the same input, the mean of the arriving values is within one call's bound,
-    divided by N, of the input.
+    """Over N calls with the same input, in float32, bfloat16 and float16, the mean of the arriving
+    values is within one call's bound, divided by N, of the input, up to roundings of the input's
+    dtype.
 
     With e the error that is kept, the sum of the arriving values is N x - e. Without feedback the
     mean is off by the loss of one call.

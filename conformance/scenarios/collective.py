@@ -171,8 +171,8 @@ SPECIAL = replace(
 REPEATED = replace(
     PLAIN,
     name="collective_repeated",
-    summary="the same values in every call",
-    params=(Param((20, 33)),),
+    summary="the same values in every call, of float32 and of half precision",
+    params=(Param((20, 33)), Param((20, 33), "bfloat16"), Param((11, 29), "float16")),
     steps=("constant",) * 24,
     world_sizes=(2,),
 )

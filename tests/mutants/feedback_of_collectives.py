@@ -86,6 +86,20 @@ def in_half_precision(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     return Feedback(func, lambda error, sent, fed: error.bfloat16().float())
 
 
+def of_float32_alone(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Keep no errors of messages in half precision, which have no room for them."""
+    return Feedback(
+        func, lambda error, sent, fed: error if sent.dtype == torch.float32 else error * 0
+    )
+
+
+def in_the_dtype_of_messages(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Add the error in the dtype of the message, which rounds it away."""
+    return Feedback(
+        func, add=lambda error, sent: (sent + error.to(sent.dtype)).float() - sent.float()
+    )
+
+
 def in_levels(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     """Keep errors in levels of a scale of the whole tensor, which the next call has another of."""
 
@@ -144,6 +158,9 @@ MUTANTS = [
     _named("of_rows_in_use", "all_to_all"),
     _named("if_smaller_than_values"),
     _named("in_half_precision", "all_to_all"),
+    _named("of_float32_alone"),
+    _named("of_float32_alone", "all_to_all"),
+    _named("in_the_dtype_of_messages"),
     _named("in_levels", "scatter"),
     _named("ForgetsTheSum", "all_reduce"),
 ]
