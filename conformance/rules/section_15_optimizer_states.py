@@ -10,7 +10,7 @@ from conformance.judging.oracles.optimizer_calls import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED
+from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED, SAVED_CLOSED
 from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
 from conformance.scenarios.optimizer_states import RESTORED_RATES
 from conformance.subjects.claims import Claims
@@ -74,16 +74,20 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.15",
     "The consolidated state is the local optimizer's",
-    on=(SAVED,),
-    needs=BASIC,
+    on=(SAVED, SAVED_CLOSED),
+    owns=(SAVED_CLOSED,),
+    needs=(*BASIC, "15.7"),
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict and state_dict; "
     "pytorch #54736, #60284",
     remedy="the mapping from a rank's share to all parameters; state that a rank has not sent, or "
-    "that is out of date",
+    "that is out of date, as one that step(closure) leaves alone",
 )
 def consolidated(run: Run, claims: Claims, found: Found) -> None:
     """After consolidate_state_dict(0) the state_dict() of the group's first rank is that of a local
-    optimizer on all parameters: the momentum of each, by its number, and the parameter groups."""
+    optimizer on all parameters: the momentum of each, by its number, and the parameter groups.
+
+    In one run the state has been consolidated before, and all steps since have a closure.
+    """
     rank = run.ranks[0]
     event = rank.first("consolidated")
     if event is None:

@@ -402,16 +402,41 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
 )
 def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
     """It is a torch.optim.Optimizer, a learning-rate scheduler accepts it, and a registered
-    post-step hook runs once in each step, after the average."""
+    post-step hook runs once in each step, after the average; so does a pre-step hook, before it."""
     requirements = {
         "isinstance": "a torch.optim.Optimizer",
         "scheduler": "a scheduler that steps it",
         "hook": "a post-step hook that runs once, at the end of a step",
+        "pre_hook": "a pre-step hook that runs once",
     }
     for rank in run.ranks:
         for event in rank.all("as_optimizer"):
             for name, expected in requirements.items():
                 found.require(not event[name], expected, f"rank {rank.rank}: {event[name]}")
+
+
+@rule(
+    "15.41",
+    "Runs no hook of a step twice",
+    on=(PLAIN,),
+    needs=BASIC,
+    since="1.6",
+    source="torch documentation, Optimizer.register_step_pre_hook; hooks clip gradients, or divide "
+    "them by a number of tokens",
+    remedy="a dict of hooks that the wrapper shares with the optimizer inside: both run it",
+)
+def hooks_once(run: Run, claims: Claims, found: Found) -> None:
+    """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in
+    a step at most. 15.18 judges whether it runs at all."""
+    for rank in run.ranks:
+        for event in rank.all("as_optimizer"):
+            for kind, count in event["hook_calls"].items():
+                found.require(
+                    count <= 1,
+                    "a hook that runs once in a step",
+                    f"rank {rank.rank}: a {kind} hook ran {count} times",
+                )
+                found.checked(1)
 
 
 no_trace = leaves_no_trace("15.19", on=(PLAIN,))

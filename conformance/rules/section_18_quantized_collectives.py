@@ -6,6 +6,7 @@ from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_rank
 from conformance.judging.oracles import collective_bounds as bounds
 from conformance.judging.oracles.collective import (
     ROUGH,
+    Call,
     arrivals,
     arrived_tensor,
     calls,
@@ -425,12 +426,12 @@ def feedback(run: Run, claims: Claims, found: Found) -> None:
     if run.scenario.variant == VARYING:
         require_nothing_lost(run, claims, found)
         return
-    for rank in run.ranks:
-        own_calls = [call for call in calls(run) if call.rank == rank.rank]
-        if not own_calls:
-            continue
-        for output, arrival in enumerate(arrivals(run, claims, own_calls[0])):
-            outputs = [arrived_tensor(run, call, output) for call in own_calls]
+    repeated: dict[tuple[int, int], list[Call]] = {}
+    for call in calls(run):
+        repeated.setdefault((call.rank, call.index), []).append(call)
+    for same in repeated.values():
+        for output, arrival in enumerate(arrivals(run, claims, same[0])):
+            outputs = [arrived_tensor(run, call, output) for call in same]
             tensors = [tensor for tensor in outputs if tensor is not None]
             require_mean_of_calls(found, arrival, tensors, len(run.scenario.steps))
 

@@ -151,6 +151,8 @@ class Resume:
 
     Attributes:
         saves_at: the number of steps after which the subject's state is saved; 0 for never.
+        also_taken_at: the number of steps after which the state is taken as well, and thrown away;
+            0 for never. Optimizers alone.
         resumes: start from the state that the run of the prerequisite saved.
         of_rank_0: all ranks start from the state that rank 0 saved, and there may be another number
             of ranks than saved it.
@@ -162,6 +164,7 @@ class Resume:
     """
 
     saves_at: int = 0
+    also_taken_at: int = 0
     resumes: bool = False
     of_rank_0: bool = False
     saved_in: str = ""

@@ -142,6 +142,15 @@ SAVED = replace(
     resume=replace(PLAIN.resume, saves_at=13),
 )
 
+# A state that is collected is out of date after any step.
+SAVED_CLOSED = replace(
+    SAVED,
+    name="optimizer_saved_after_closures",
+    summary="its state is saved after 10 steps and after 13; the last three have a closure",
+    variant="saved_closed",
+    resume=replace(SAVED.resume, also_taken_at=10),
+)
+
 RESUMED = replace(
     SAVED,
     name="optimizer_resumed",

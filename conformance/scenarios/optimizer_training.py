@@ -218,6 +218,8 @@ def is_exact(scenario: Scenario) -> bool:
 
 def is_closed(scenario: Scenario, step: int) -> bool:
     """Whether a step is given a closure."""
+    if scenario.variant == "saved_closed":
+        return scenario.resume.also_taken_at <= step < scenario.resume.saves_at
     return scenario.variant == "closure" or (
         scenario.variant in ("options", "adam_options", AUTOCAST.variant) and step % 3 == 1
     )

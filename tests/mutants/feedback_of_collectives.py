@@ -93,13 +93,6 @@ def of_float32_alone(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     )
 
 
-def in_the_dtype_of_messages(func: Any, qtype: str, error_feedback: bool) -> Feedback:
-    """Add the error in the dtype of the message, which rounds it away."""
-    return Feedback(
-        func, add=lambda error, sent: (sent + error.to(sent.dtype)).float() - sent.float()
-    )
-
-
 def in_levels(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     """Keep errors in levels of a scale of the whole tensor, which the next call has another of."""
 
@@ -160,7 +153,7 @@ MUTANTS = [
     _named("in_half_precision", "all_to_all"),
     _named("of_float32_alone"),
     _named("of_float32_alone", "all_to_all"),
-    _named("in_the_dtype_of_messages"),
+    _named("of_float32_alone", "scatter"),
     _named("in_levels", "scatter"),
     _named("ForgetsTheSum", "all_reduce"),
 ]

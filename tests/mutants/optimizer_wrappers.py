@@ -47,6 +47,43 @@ class PostLocal:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
 
 
+class _WithHooks(PostLocal):
+    """Register hooks of a step on the wrapped optimizer, which runs them: right."""
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        return self.optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        return self.optim.register_step_post_hook(hook)
+
+
+class RunsPreHooksTwice(_WithHooks):
+    """Run the hooks before a step here as well, with the dict that both share."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for hook in self.optim._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        return super().step(closure)
+
+
+class RunsPostHooksTwice(_WithHooks):
+    """Run the hooks after a step again, once the parameters are averaged."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for hook in self.optim._optimizer_step_post_hooks.values():
+            hook(self, (), {})
+        return loss
+
+
+class RegistersTwice(_WithHooks):
+    """Register each hook twice: for the wrapper, and for the optimizer inside."""
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        super().register_step_pre_hook(hook)
+        return super().register_step_pre_hook(hook)
+
+
 class IsNoOptimizer(PostLocal):
     """Be no torch.optim.Optimizer, so that no scheduler accepts it."""
 
@@ -480,6 +517,41 @@ class StateByRank(Sharded):
         )
 
 
+class _KeepsStates(Sharded):
+    """Collect the state again only when a step was seen to have changed it."""
+
+    is_new = True
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        if self.is_new:
+            super().consolidate_state_dict(to)
+        self.is_new = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.is_new = True
+
+
+class OverlooksClosures(_KeepsStates):
+    """Note a step if it has no closure."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.is_new = self.is_new or closure is None
+        return super().step(closure)
+
+
+class ComparesRates(_KeepsStates):
+    """Note a step if the learning rate is another than in the last one."""
+
+    rates: tuple[Any, ...] = ()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        rates = tuple(float(group["lr"]) for group in self.param_groups)
+        self.is_new = self.is_new or rates != self.rates
+        self.rates = rates
+        return super().step(closure)
+
+
 class Flattens(Sharded):
     """Flatten the parameters, so that their strides differ from those that DDP saw."""
 
@@ -546,8 +618,13 @@ MUTANTS = [
     ),
     Mutant("StaleGroups", ("15.14",), kind="optimizer"),
     Mutant("StateByRank", ("15.15",), kind="optimizer"),
+    Mutant("OverlooksClosures", ("15.15",), kind="optimizer"),
+    Mutant("ComparesRates", ("15.15",), kind="optimizer"),
     Mutant("Flattens", ("15.16",), kind="optimizer"),
     Mutant("JoinedDoNotStep", ("15.17",), kind="optimizer"),
+    Mutant("RunsPreHooksTwice", ("15.41",), kind="optimizer"),
+    Mutant("RunsPostHooksTwice", ("15.41",), kind="optimizer"),
+    Mutant("RegistersTwice", ("15.41",), kind="optimizer"),
     Mutant("Seeds", ("15.19",), kind="optimizer"),
     Mutant("TakesAnyGroup", ("15.20",), "min_world_size(2)", worlds=(1, 2), kind="optimizer"),
 ]

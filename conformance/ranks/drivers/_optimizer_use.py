@@ -11,15 +11,18 @@ from conformance.ranks.drivers._kit_averager import Averager
 from conformance.scenarios.optimizer import Setting
 
 
-def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, str]:
+def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, Any]:
     """Use the optimizer as programs use optimizers, and return the errors that they would get.
+
+    ``hook_calls`` is how often hooks of a step ran, by their kinds.
 
     Args:
         optimizer: the subject's; it is stepped once.
         averager: the kit's, if the optimizer was given it.
     """
-    errors = {"isinstance": "", "hook": "", "scheduler": ""}
+    errors = {"isinstance": "", "hook": "", "pre_hook": "", "scheduler": ""}
     calls: list[int] = []
+    pre_calls: list[bool] = []
 
     def calls_of_averager() -> int:
         return averager.step if averager else 0
@@ -28,6 +31,8 @@ def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, 
         errors["isinstance"] = f"{type(optimizer).__name__} is no torch.optim.Optimizer"
     with _noting(errors, "hook"):
         optimizer.register_step_post_hook(lambda *_: calls.append(calls_of_averager()))
+    with _noting(errors, "pre_hook"):
+        optimizer.register_step_pre_hook(lambda *_: pre_calls.append(True))
     before = calls_of_averager()
     with _noting(errors, "scheduler"):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
@@ -41,7 +46,9 @@ def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, 
             errors["hook"] = f"called {len(calls)} times in a step"
         elif calls != [before + bool(averager)]:
             errors["hook"] = "called before the averager"
-    return errors
+    if not errors["pre_hook"] and len(pre_calls) != 1:
+        errors["pre_hook"] = f"called {len(pre_calls)} times in a step"
+    return {**errors, "hook_calls": {"pre-step": len(pre_calls), "post-step": len(calls)}}
 
 
 def written_and_read(

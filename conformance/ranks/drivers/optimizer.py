@@ -172,6 +172,8 @@ class OptimizerDriver(RankDriver):
         if number == self.setting.back[1]:
             self._take_snapshot()
         resume = self.scenario.resume
+        if number == resume.also_taken_at - 1:
+            self._state(0)
         if number == resume.saves_at - 1 and not resume.resumes:
             self._save()
 

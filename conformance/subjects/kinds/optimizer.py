@@ -41,6 +41,7 @@ from conformance.scenarios.optimizer import (
     RELOADED,
     RESUMED,
     SAVED,
+    SAVED_CLOSED,
     SCHEDULED,
     SUBGROUPS,
     UNEVEN,
@@ -126,7 +127,7 @@ OPTIMIZER = Kind(
     reference="hooks_ref:PostLocalSGDOptimizer",
     scenarios=(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
-        *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
+        *(ORDERED, SAVED, SAVED_CLOSED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
         *OF_STATES,
         *OF_LOOPS,
