@@ -84,7 +84,7 @@ def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     These are masks, noise and permutations, of torch.nn.functional.dropout, torch.rand_like,
     Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. The
-    generator is seeded before each step. The second step trains in eval mode, as frozen statistics
+    generator is seeded before each step. The first step trains in eval mode, as frozen statistics
     ask for: functions still draw then. With the claim draws_anew only the outputs and losses
     of the first step have to be the same.
     """

@@ -23,7 +23,7 @@ RANDOM = replace(
     PLAIN,
     name="wrapper_random",
     summary="blocks with dropout and batch norm, and blocks that draw without a module for it; the "
-    "generator is seeded before each step; the second one trains in eval mode",
+    "generator is seeded before each step; the first one trains in eval mode",
     world_sizes=(2,),
     variant="random",
 )
