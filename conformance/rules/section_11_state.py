@@ -60,14 +60,16 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "State",
     remedy="values that decide the next step and are not in the state: a step count, a residual, a "
     "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
-    "or which the saved state lacks: residuals.update(saved); a factor of the loss scale",
+    "or which the saved state lacks: residuals.update(saved); a factor of the loss scale; parts of "
+    "large tensors, which come back in another order",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
     processes go on to give.
 
     The state is saved with torch.save, or its state_dict if it has one. The model has one
-    parameter, so that the bucket is the same in both. A state with load_state_dict also gives the
+    parameter, so that the bucket is the same in both: of 2**20 to 3 * 2**19 elements if new
+    processes go on. A state with load_state_dict also gives the
     same bits again if its own process loads it three, five or seven steps later, as after a loss
     spike, and repeats these steps. At last it loads the state from before the first step, which
     has none of the residuals that later steps have added, and repeats three steps, or three after
@@ -254,13 +256,15 @@ _DROPPED = (
     since="1.6",
     source="torch documentation, torch.amp.GradScaler.update: the scale doubles after 2,000 steps "
     "and halves after an overflow",
-    remedy="multiply every residual, velocity and estimate by the factor that the call is given",
+    remedy="multiply every residual, velocity and estimate by the factor that each call is given",
 )
 def rescaled(run: Run, claims: Claims, found: Found) -> None:
     """Under ``rescaled(call=NAME)`` the gradients sum to the means in units without the loss scale,
     which changes three times: by a factor of 2**-7 to 2**-10, by 2**3 or more, and by any.
 
-    The trainer calls the function with the factor before the next forward. Without a call no hook
+    The trainer calls the function with the factor before the next forward; for the first factor
+    twice, with two factors that make it up, as for a model that rests while another one trains
+    under the same GradScaler. Without a call no hook
     can know of the change: what it holds back is added to gradients of another scale. The
     certificate names that limit.
     """

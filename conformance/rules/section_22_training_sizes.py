@@ -35,6 +35,8 @@ def _require_moments(run: Run, claims: Claims, found: Found) -> None:
     """Require the claimed delta, by the moments of the results."""
     if claims.lossy == UNBIASED:
         vast.require_finite(run, claims, found)
+        if claims.noise and not found.failures:
+            vast.require_noise(run, claims, found)
     else:
         vast.require_contracted(run, claims, found)
 
@@ -146,7 +148,9 @@ def beyond_float32(run: Run, claims: Claims, found: Found) -> None:
     The gradients are nearly constant, so that the claim holds for low ranks and signs as well. Most
     of the mean comes from one rank, and three quarters of its square from elements beyond 2**24: if
     that part is lost, doubled or misplaced the bound is exceeded. Under ``unbiased`` results are
-    only required to be finite, because two draws prove nothing about an expectation.
+    only required to be finite, because two draws prove nothing about an expectation; under
+    ``unbiased(noise=d)`` each parameter has noise of that deviation, or less by the root of the
+    number of ranks.
     """
     if claims.lossy == LOCAL:
         found.does_not_apply("local results are judged by 22.1")

@@ -200,6 +200,9 @@ class LongRun:
         return self.drawn > 0
 
 
+_LONG_FALL = 2.0**-6  # of the loss scale, from one step to the next
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One experiment.
@@ -368,6 +371,16 @@ class Scenario:
         if not self.loss_scales:
             return 1.0
         return 2.0 ** self.loss_scales[min(max(step, 0), len(self.loss_scales) - 1)]
+
+    def rescales(self, step: int) -> tuple[float, ...]:
+        """Return the factors of the loss scale that a subject is told before a step.
+
+        It is told of a long fall in two parts: the scale has fallen twice while the model rested.
+        """
+        factor = self.loss_scale(step) / self.loss_scale(step - 1)
+        if factor == 1:
+            return ()
+        return (0.125, 8 * factor) if factor <= _LONG_FALL else (factor,)
 
     @property
     def patience(self) -> float:

@@ -14,8 +14,9 @@ import random
 from dataclasses import replace
 from itertools import accumulate
 
-from conformance.scenarios.hook import FROZEN, RESUMED, SAVED_ONE
+from conformance.scenarios.hook import FROZEN, RESUMED, RESUMED_ONE, SAVED_ONE
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.seeds import generator
 
 _OF_RANK_0 = replace(RESUMED.resume, of_rank_0=True)
 
@@ -108,6 +109,13 @@ def _draw_size(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, size=numbers.choice((3, 4)))
 
 
+def _draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw one parameter of 2**20 to 3 * 2**19 elements, the same for all runs of one state."""
+    del numbers
+    numel = generator(replace(scenario, name=SAVED_ONE.name)).randint(2**20, 3 * 2**19)
+    return replace(scenario, params=(Param((numel,)),))
+
+
 def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the steps, the largest size of a bucket, and seven sizes from 1 to 4,000 elements.
 
@@ -187,6 +195,8 @@ def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario
 
 
 DRAWS = {
+    SAVED_ONE.name: _draw_large,
+    RESUMED_ONE.name: _draw_large,
     RESUMED_BY_OTHER_RANKS.name: _draw_size,
     REWRAPPED.name: _draw_sizes,
     RECAST.name: _draw_versions,

@@ -157,6 +157,48 @@ def rescales_one(state: Any, bucket: Bucket) -> Result:
     return _hook(state, bucket)
 
 
+class _Later(Residuals):
+    """Note factors, and multiply a residual by what was noted when it is needed; right."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(process_group)
+        self.noted: dict[torch.nn.Parameter, float] = {}
+
+    def rescale(self, factor: float) -> None:
+        for parameter in self.kept:
+            self.note(parameter, factor)
+
+    def note(self, parameter: torch.nn.Parameter, factor: float) -> None:
+        """Note a factor for a parameter."""
+        self.noted[parameter] = self.noted.get(parameter, 1.0) * factor
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        """Multiply all residuals first."""
+        for parameter, factor in self.noted.items():
+            self.kept[parameter].mul_(factor)
+        self.noted.clear()
+        return super().is_unused(parts)
+
+
+class KeepsTheLast(_Later):
+    """Notes the factor of the last call alone."""
+
+    def note(self, parameter: torch.nn.Parameter, factor: float) -> None:
+        self.noted[parameter] = factor
+
+
+class KeepsTheFirst(_Later):
+    """Notes the factor of the first call alone, as one step has one factor."""
+
+    def note(self, parameter: torch.nn.Parameter, factor: float) -> None:
+        self.noted.setdefault(parameter, factor)
+
+
+def keeps_one_factor(state: Any, bucket: Bucket) -> Result:
+    """Multiply residuals by one of the factors since the last step."""
+    return _hook(state, bucket)
+
+
 class Clamps(Residuals):
     """Clamps the factor to a quarter and four."""
 
@@ -230,6 +272,8 @@ MUTANTS = [
     _mutant("rescales_one", "11.6", "FirstOnly"),
     _mutant("clamps_factor", "11.6", "Clamps"),
     _mutant("rescales_a_copy", "11.6", "RescalesACopy"),
+    _mutant("keeps_one_factor", "11.6", "KeepsTheLast"),
+    _mutant("keeps_one_factor", "11.6", "KeepsTheFirst"),
     _mutant(
         "estimate_of_mean_stays",
         "11.6",

@@ -182,6 +182,37 @@ def _of_network(numel: int, defect: str, breaks: str = "22.1") -> Mutant:
     return Mutant(f"feedback_above,numel={numel},defect={defect}", (breaks,), FEEDBACK)
 
 
+def noise_in_front(numel: int) -> Hook:
+    """Return a hook with noise for so many elements of a bucket, as a pool of noise has them."""
+    return _noise_hook(numel, lambda wire, pool: wire[: len(pool)].add_(pool))
+
+
+def noise_in_few_blocks(numel: int) -> Hook:
+    """Return a hook with noise for blocks of a bucket that lie four blocks apart."""
+
+    def add(wire: torch.Tensor, pool: torch.Tensor) -> None:
+        if len(wire) <= numel:
+            wire.add_(pool)
+            return
+        for begin in range(0, len(wire) - numel, 4 * numel):
+            wire[begin : begin + numel].add_(pool)
+
+    return _noise_hook(numel, add)
+
+
+def _noise_hook(numel: int, add: Callable[[torch.Tensor, torch.Tensor], object]) -> Hook:
+    def hook(state: Any, bucket: Bucket) -> Result:
+        if not is_dense(bucket):
+            raise TypeError("sparse gradients are not supported")
+        draw = seeded(step_number(bucket), group_of(state).rank(), bucket.index())
+        wire = bucket.buffer().clone()
+        pool = torch.randn(min(numel, len(wire)), generator=draw)
+        add(wire, pool.mul_(0.5).to(wire.dtype))
+        return average_of(wire, state)
+
+    return hook
+
+
 def _vast(numel: int, defect: str) -> Mutant:
     return Mutant(f"feedback_above,numel={numel},defect={defect}", ("22.4",), FEEDBACK)
 
@@ -207,6 +238,11 @@ MUTANTS = (
         ("22.4",),
         "compressed(feedback=False, delta=0.99)",
     ),
+    *(
+        Mutant(name, ("22.4",), "unbiased(noise=0.5)")
+        for name in ("noise_in_front,numel=65_536", "noise_in_front,numel=1_000_000")
+    ),
+    Mutant("noise_in_few_blocks,numel=200_000", ("22.4",), "unbiased(noise=0.5)"),
     Mutant("pairs_above,numel=1_500_007,defect=half_is_own", ("22.1",), "local"),
     Mutant("pairs_above,numel=5_000_011,defect=too_much", ("22.1",), "local"),
 )

@@ -19,6 +19,9 @@ If a faint step, 2**-20 of the gradients, precedes, then its residual and its me
 bound. These hold for the whole model, since they hold for each part that is compressed by itself
 (for compressed(False), by Minkowski's inequality over the ranks).
 
+Under unbiased(noise=d) every element of every parameter has noise, so that
+||y - m||**2 is at least n d**2 / W, as if W ranks drew theirs apart; a factor of 1.5 is allowed.
+
 The distance is computed from ||y - m||**2 = ||y||**2 - 2 <y, m> + ||m||**2, in float64. The sum of
 a few results is rounded to float32, relative to each partial sum. The square is then off by less
 than 1e-6 of (||y|| + ||m||)**2: that much is allowed.
@@ -64,6 +67,36 @@ def require_finite(run: Run, claims: Claims, found: Found) -> None:
             if moments is None:
                 return
             found.checked(sum(math.prod(spec.shape) for spec in run.scenario.params))
+
+
+def require_noise(run: Run, claims: Claims, found: Found) -> None:
+    """Require the claimed noise in each parameter, in all steps that feed the heavy gradients."""
+    fed = _fed(run)
+    count = len(run.scenario.params)
+    numels = torch.tensor([math.prod(spec.shape) for spec in run.scenario.params]).double()
+    least = claims.noise / math.sqrt(run.world) / 1.5
+    for rank in range(run.world):
+        for step in range(max(fed.step, claims.warmup), len(run.scenario.steps)):
+            moments = _moments(run, rank, step, "result", found)
+            if moments is None:
+                return
+            squares = _by_parameter(moments[:, -1], fed, count)
+            along = _by_parameter(moments[:, :-1].mean(1), fed, count)
+            means = _by_parameter(fed.means, fed, count)
+            slack = ROUNDING * (squares.sqrt() + means.sqrt()).square()
+            sizes = ((squares - 2 * along + means + slack).clamp(min=0) / numels).sqrt()
+            worst = int(sizes.argmin())
+            shape = list(run.scenario.params[worst].shape)
+            place = f"parameter {run.parameter_name(worst)} of {shape}"
+            holds = found.require(
+                bool((sizes >= least).all()),
+                f"noise with a root mean square of {least:.3g} at least",
+                f"rank {rank}, step {step}: {float(sizes[worst]):.3g} in {place}",
+                "a part of its elements has no noise",
+            )
+            if not holds:
+                return
+            found.checked(int(numels.sum()))
 
 
 def require_contracted(run: Run, claims: Claims, found: Found) -> None:

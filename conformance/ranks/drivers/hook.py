@@ -328,10 +328,10 @@ class HookDriver(RankDriver):
         if self.model.case.on_step:
             with self.doing("on_step"):
                 self.model.case.on_step(self._step_of_trainer(step))
-        factor = self.scenario.loss_scale(step) / self.scenario.loss_scale(step - 1)
-        if self.model.rescale and factor != 1:
-            with self.doing("rescale"):
-                self.model.rescale(factor)
+        if self.model.rescale:
+            for factor in self.scenario.rescales(step):
+                with self.doing("rescale"):
+                    self.model.rescale(factor)
         first_frozen = self.scenario.freezes_unused_from
         if first_frozen and step >= first_frozen:
             self.model.freeze_unused(self.size, step, kind)
