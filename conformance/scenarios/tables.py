@@ -44,6 +44,24 @@ class Row:
     end: int
 
 
+_WINDOWS = 32
+_LENGTHS_OF_WINDOWS = (64, 4096)
+
+
+def windows(numel: int, seed: int) -> dict[int, list[int]]:
+    """Return where windows on a vast parameter begin, by their length: the first one has the last
+    elements, the others are drawn between element 2**24 and these.
+    """
+    draw = random.Random(f"{numel}/{seed}/windows")
+    return {
+        length: [
+            numel - length,
+            *(draw.randrange(BEYOND, numel - 2 * length) for _ in range(_WINDOWS)),
+        ]
+        for length in _LENGTHS_OF_WINDOWS
+    }
+
+
 def rows(numel: int, period: int, param: int, exponent: int = 0) -> Iterator[Row]:
     """Yield the rows of a parameter with ``numel`` elements, in order.
 

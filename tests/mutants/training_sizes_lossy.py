@@ -107,6 +107,45 @@ def largest_only_above(numel: int) -> Hook:
     return hook
 
 
+def whole_chunks_above(numel: int, chunk: int) -> Hook:
+    """Return a hook that sorts a large parameter in chunks, and sends nothing of the last one if it
+    is shorter.
+    """
+
+    def compress(part: torch.Tensor) -> torch.Tensor:
+        if len(part) <= numel:
+            return _half(part)
+        sent = torch.zeros_like(part)
+        whole = len(part) // chunk * chunk
+        for begin in range(0, whole, chunk):
+            sent[begin : begin + chunk] = _half(part[begin : begin + chunk])
+        return sent
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        if is_dense(bucket):
+            _with_feedback(bucket, compress)
+        return average_of(bucket.buffer(), state)
+
+    return hook
+
+
+def no_last_block(numel: int, block: int) -> Hook:
+    """Return a hook with values rounded at random, of whole blocks alone in large parameters."""
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        if not is_dense(bucket):
+            raise TypeError("sparse gradients are not supported")
+        draw = seeded(step_number(bucket), group_of(state).rank(), bucket.index())
+        for part in pieces_of(bucket):
+            keeps = torch.rand(len(part), generator=draw) < 0.5
+            part.mul_(2 * keeps.to(part.dtype))
+            if len(part) > numel:
+                part[len(part) // block * block :] = 0
+        return average_of(bucket.buffer(), state)
+
+    return hook
+
+
 def rounded_at_random_above(numel: int, defect: str) -> Hook:
     """Send sixteenths rounded at random, but reduce larger buckets wrongly."""
 
@@ -238,6 +277,11 @@ MUTANTS = (
         ("22.4",),
         "compressed(feedback=False, delta=0.99)",
     ),
+    *(
+        Mutant(f"whole_chunks_above,numel={numel},chunk={chunk}", ("22.4",), FEEDBACK)
+        for numel, chunk in ((1_048_576, 65_536), (2_000_000, 30_000))
+    ),
+    Mutant("no_last_block,numel=1_500_000,block=10_000", ("22.4",), "unbiased"),
     *(
         Mutant(name, ("22.4",), "unbiased(noise=0.5)")
         for name in ("noise_in_front,numel=65_536", "noise_in_front,numel=1_000_000")

@@ -22,6 +22,12 @@ bound. These hold for the whole model, since they hold for each part that is com
 Under unbiased(noise=d) every element of every parameter has noise, so that
 ||y - m||**2 is at least n d**2 / W, as if W ranks drew theirs apart; a factor of 1.5 is allowed.
 
+The last elements of the matrix cost next to nothing of its norm. The squares of all results
+together are therefore compared between windows of one length: 32 at drawn places beyond element
+2**24, where gradients have one scale, and one on the last elements. A compressor may leave out some
+windows, by chance or by choice. But if the largest of the 32 is at most twice the smallest one,
+then elements come out alike everywhere, and the last ones have to come out as well.
+
 The distance is computed from ||y - m||**2 = ||y||**2 - 2 <y, m> + ||m||**2, in float64. The sum of
 a few results is rounded to float32, relative to each partial sum. The square is then off by less
 than 1e-6 of (||y|| + ||m||)**2: that much is allowed.
@@ -35,10 +41,12 @@ import torch
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.gradients import table
-from conformance.scenarios.tables import rows
+from conformance.scenarios.tables import rows, windows
 from conformance.subjects.claims import CONTRACTION, FEEDBACK, Claims
 
 ROUNDING = 1e-6
+ALIKE = 2.0
+MISSING = 1 / 64
 FAINT = 2.0**-18  # of the gradients: more than a faint step feeds, and leaves in a residual
 
 
@@ -67,6 +75,30 @@ def require_finite(run: Run, claims: Claims, found: Found) -> None:
             if moments is None:
                 return
             found.checked(sum(math.prod(spec.shape) for spec in run.scenario.params))
+
+
+def require_last_elements(run: Run, found: Found) -> None:
+    """Require the last elements of the matrix to come out if windows elsewhere all do, alike."""
+    last = len(run.scenario.steps) - 1
+    numel = max(math.prod(spec.shape) for spec in run.scenario.params)
+    places = windows(numel, run.scenario.session_seed)
+    for rank in run.ranks:
+        recorded = rank.tensors.get(f"{last}/moments/windows")
+        if recorded is None:
+            continue
+        for (length, begins), squares in zip(places.items(), recorded, strict=True):
+            tail, others = float(squares[0]), squares[1:]
+            least = float(others.min())
+            found.checked(1)
+            if least > 0 and float(others.max()) <= ALIKE * least:
+                found.require(
+                    tail >= MISSING * least,
+                    f"the last {length} elements among the results, as elements elsewhere are",
+                    f"rank {rank.rank}: from element {begins[0]} on results have {tail:.3g} as the "
+                    f"sum of their squares; of {len(others)} other places none has less than "
+                    f"{least:.3g}",
+                    "a last part, shorter than others, is never sent",
+                )
 
 
 def require_noise(run: Run, claims: Claims, found: Found) -> None:

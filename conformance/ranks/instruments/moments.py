@@ -9,7 +9,7 @@ import torch
 
 from conformance.scenarios.gradients import table
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.tables import rows
+from conformance.scenarios.tables import BEYOND, rows, windows
 
 
 class Moments:
@@ -27,7 +27,8 @@ class Moments:
         """Return ``result`` and ``sum``: moments of a step's results, and of all results so far.
 
         Each has a row for each row of the table, of all parameters in order, with the products with
-        the tables of the ranks and, last, the square.
+        the tables of the ranks and, last, the square. Of a vast parameter ``windows`` are the
+        squares of all results so far: a row for each length of ``tables.windows``.
 
         Args:
             flats: the results by the number of their parameter.
@@ -42,7 +43,19 @@ class Moments:
                 self._sums[index].add_(flat)
             else:
                 self._sums[index] = flat.clone()
-        return {"result": self._rows(flats, tables), "sum": self._rows(self._sums, tables)}
+        moments = {"result": self._rows(flats, tables), "sum": self._rows(self._sums, tables)}
+        for total in self._sums.values():
+            if total.numel() > BEYOND:
+                moments["windows"] = self._windows(total)
+        return moments
+
+    def _windows(self, total: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(
+            [
+                [float(total[begin : begin + length].double().square().sum()) for begin in begins]
+                for length, begins in windows(total.numel(), self._scenario.session_seed).items()
+            ]
+        )
 
     def _rows(self, flats: dict[int, torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
         period = self._scenario.period
