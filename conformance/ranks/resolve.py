@@ -39,6 +39,12 @@ class Factory:
             return call_with_names(self.function, self.kwargs, context)
         except TypeError as error:
             name = getattr(self.function, "__name__", self.function)
+            if missing := missing_arguments(self.function, {*self.kwargs, *context}):
+                raise TargetError(
+                    f"{name} requires {', '.join(missing)}: add it to the target "
+                    f"({name},{missing[0]}=...), or take what the kit gives by name: "
+                    f"{', '.join(sorted(context))}"
+                ) from error
             raise TargetError(f"calling {name} failed: {error}") from error
 
     def needs_context(self) -> bool:

@@ -196,7 +196,8 @@ def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
     needs=(*CONTRACT, "2.1", "13.1", "13.2", "13.3", "13.5"),
     source="torch documentation, torch.optim; DistributedDataParallel._register_fused_optim",
     remedy="a step before the gradient is reduced, or with bucket.buffer() instead of the result; "
-    "a step left out or taken twice",
+    "a step left out or taken twice; bucket.gradients() of parameters with other strides: the "
+    "views follow the shape, and the buffer follows the strides",
 )
 def fused(run: Run, claims: Claims, found: Found) -> None:
     """Under ``fused(...)`` the parameters are, after every step, those that the named optimizer of

@@ -155,7 +155,13 @@ Actual: rank 0, step 0: no record of one""",
 
 def test_options_and_states_are_described() -> None:
     zeroed = event("zeroed", 1, keeps=True, left=[0], none=[1])
-    errors = {"isinstance": "it is a Wrapper", "scheduler": "TypeError: no", "hook": "2 calls"}
+    errors = {
+        "isinstance": "it is a Wrapper",
+        "scheduler": "TypeError: no",
+        "hook": "2 calls",
+        "pre_hook": "called 2 times in a step",
+        "hook_calls": {"pre-step": 2, "post-step": 1},
+    }
     saved = stepped(SAVED)
     for rank in saved.ranks:
         last = SAVED.resume.saves_at - 1
@@ -175,6 +181,7 @@ def test_options_and_states_are_described() -> None:
                 ),
                 refused("15.15", noted(bare, event("consolidated", 3, form=True, groups=groups))),
                 refused("15.18", noted(stepped(), event("as_optimizer", 3, **errors))),
+                refused("15.41", noted(stepped(), event("as_optimizer", 3, **errors))),
             )
         ),
         """\
@@ -198,7 +205,11 @@ Actual: rank 0: it is a Wrapper
 Expected: a scheduler that steps it
 Actual: rank 0: TypeError: no
 Expected: a post-step hook that runs once, at the end of a step
-Actual: rank 0: 2 calls""",
+Actual: rank 0: 2 calls
+Expected: a pre-step hook that runs once
+Actual: rank 0: called 2 times in a step
+Expected: a hook that runs once in a step
+Actual: rank 0: a pre-step hook ran 2 times""",
     )
 
 

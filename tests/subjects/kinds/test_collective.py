@@ -235,7 +235,7 @@ def test_other_arguments_need_claims(arguments: dict[str, Any]) -> None:
         ),
         (
             "hooks_ref:auto_quantize,func=all_gather",
-            "calling auto_quantize failed: .*missing 1 required positional argument: 'qtype'",
+            "auto_quantize requires qtype: add it to the target \\(auto_quantize,qtype=...\\)",
         ),
         (
             f"{TORCHS},func=all_gather,qtype=INT8",

@@ -72,7 +72,7 @@ def test_numbers_that_a_body_draws_are_no_trace_of_its_context(
             "hooks_ref:QSGD",
             "a join context has notify_join_context, a joinable has join_hook; QSGD has neither",
         ),
-        ("torch.nn.parallel:DistributedDataParallel", "calling DistributedDataParallel failed: "),
+        ("torch.nn.parallel:DistributedDataParallel", "DistributedDataParallel requires module: "),
         (
             "hooks_ref:Join,enable=False",
             "enable: the scenarios choose it; leave it out of the target",
