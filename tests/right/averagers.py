@@ -394,6 +394,34 @@ class MovingAverage:
         self.shadow = [kept.clone() for kept in saved["shadow"]]
 
 
+class CountsFirst:
+    """Count a step before it asks whether an average is due, as accelerate's LocalSGD does.
+
+    Frozen parameters are left out. The mean is written to ``p.data``.
+    """
+
+    def __init__(self, local_sgd_steps, process_group=None):
+        self.num_steps = 0
+        self.local_sgd_steps = local_sgd_steps
+        self.group = process_group
+
+    def average_parameters(self, params):
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps:
+            return
+        for parameter in dict.fromkeys(_each(params)):
+            if parameter.requires_grad:
+                mean = (parameter.detach() / dist.get_world_size(self.group)).contiguous()
+                dist.all_reduce(mean, group=self.group)
+                parameter.data.copy_(mean)
+
+    def state_dict(self):
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, saved):
+        self.num_steps = saved["num_steps"]
+
+
 OF = {"kind": "averager"}
 RIGHT = (
     Right("GathersAndAverages,period=3,warmup_steps=2", **OF),
@@ -411,6 +439,7 @@ RIGHT = (
         **OF,
     ),
     Right("OverWorld,every=7", "periodic(period=7), world_only", **OF),
+    Right("CountsFirst,local_sgd_steps=4", "periodic(period=4, warmup_steps=3)", **OF),
     Right("Scattered,period=250,warmup_steps=100", **OF),
     Right("MovingAverage", "like(EMAModelAverager, decay=0.999)", **OF),
 )

@@ -5,6 +5,7 @@ They cover the kinds of object of a hook, and the kinds of state.
 
 import concurrent.futures
 import functools
+import math
 import threading
 import time
 import timeit
@@ -32,6 +33,51 @@ def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Result:
         .get_future()
         .then(lambda fut: fut.value()[0])
     )
+
+
+class NoiseScale:
+    """The gradient noise scale, as moving averages of square norms before and after the mean.
+
+    Source: McCandlish et al., An Empirical Model of Large-Batch Training, 2018.
+    """
+
+    def __init__(self, process_group: Group = None) -> None:
+        self.group = _group_of(process_group)
+        self.local = 0.0
+        self.averaged = 0.0
+
+    def scale(self) -> float:
+        """Return the ratio of the two averages."""
+        return self.local / self.averaged if self.averaged else float("nan")
+
+    def add(self, local: float, averaged: float) -> None:
+        """Add the square norms of one bucket, if they are finite."""
+        if math.isfinite(local) and math.isfinite(averaged):
+            self.local = 0.95 * self.local + 0.05 * local
+            self.averaged = 0.95 * self.averaged + 0.05 * averaged
+
+
+def noise_scale(state: NoiseScale, bucket: Bucket) -> Result:
+    """Average the bucket, and beside it the square norms of the ranks, by a second collective."""
+    buffer = bucket.buffer()
+    size = state.group.size()
+    if buffer.is_sparse:
+        return _sum(buffer, state.group).then(lambda fut: fut.value().div_(size))
+    norms = _sum(_square_norm(buffer).view(1), state.group)
+    means = _sum(buffer, state.group)
+
+    def divide(fut: torch.futures.Future) -> torch.Tensor:
+        norm, mean = (one.value() for one in fut.value())
+        mean.div_(size)
+        state.add(float(norm) / size, float(_square_norm(mean)))
+        return mean
+
+    return torch.futures.collect_all([norms, means]).then(divide)
+
+
+def _square_norm(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
 
 
 def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
@@ -451,6 +497,7 @@ RIGHT = [
     Right("polling", sections=("1", "2", "3", "8", "12")),
     Right("times_out", sections=("1", "2", "10")),
     Right("point_to_point"),
+    Right("noise_scale", state=f"{__name__}:NoiseScale"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
     Right("float16_gathered", "rounded(float16)", "process_group"),
