@@ -428,15 +428,22 @@ def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
 def hooks_once(run: Run, claims: Claims, found: Found) -> None:
     """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in
     a step at most. 15.18 judges whether it runs at all."""
-    for rank in run.ranks:
-        for event in rank.all("as_optimizer"):
-            for kind, count in event["hook_calls"].items():
-                found.require(
-                    count <= 1,
-                    "a hook that runs once in a step",
-                    f"rank {rank.rank}: a {kind} hook ran {count} times",
-                )
-                found.checked(1)
+    calls = [
+        (rank.rank, kind, count)
+        for rank in run.ranks
+        for event in rank.all("as_optimizer")
+        for kind, count in event["hook_calls"].items()
+        if count
+    ]
+    if not calls:
+        found.does_not_apply("it runs no hooks of a step")
+    for rank, kind, count in calls:
+        found.checked(1)
+        found.require(
+            count == 1,
+            "a hook that runs once in a step",
+            f"rank {rank}: a {kind} hook ran {count} times",
+        )
 
 
 no_trace = leaves_no_trace("15.19", on=(PLAIN,))

@@ -150,10 +150,9 @@ def beyond_float32(run: Run, claims: Claims, found: Found) -> None:
     The gradients are nearly constant, so that the claim holds for low ranks and signs as well. Most
     of the mean comes from one rank, and three quarters of its square from elements beyond 2**24: if
     that part is lost, doubled or misplaced the bound is exceeded. If elements come out alike at 32
-    drawn places, the last ones come out too. Under ``unbiased`` results are
-    only required to be finite, because two draws prove nothing about an expectation; under
-    ``unbiased(noise=d)`` each parameter has noise of that deviation, or less by the root of the
-    number of ranks.
+    drawn places, the last ones come out too. Under ``unbiased`` results are only required to be
+    finite, because two draws prove nothing about an expectation; under ``unbiased(noise=d)`` each
+    parameter has noise of that deviation, or less by the root of the number of ranks.
     """
     if claims.lossy == LOCAL:
         found.does_not_apply("local results are judged by 22.1")

@@ -185,6 +185,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
         ),
         ("15.17", having(stepped, "not_joinable"), "", "it has no join_hook"),
         (
+            "15.41",
+            having(stepped, "as_optimizer", hook_calls={"pre-step": 0, "post-step": 0}),
+            "",
+            "it runs no hooks of a step",
+        ),
+        (
             "17.32",
             having(joins.run, "one_object"),
             "",
