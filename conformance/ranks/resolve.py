@@ -39,13 +39,20 @@ class Factory:
             return call_with_names(self.function, self.kwargs, context)
         except TypeError as error:
             name = getattr(self.function, "__name__", self.function)
-            if missing := missing_arguments(self.function, {*self.kwargs, *context}):
+            missing = missing_arguments(self.function, {*self.kwargs, *context})
+            if missing and not self._unknown():
+                given = f"; the kit gives {', '.join(sorted(context))}" if context else ""
                 raise TargetError(
                     f"{name} requires {', '.join(missing)}: add it to the target "
-                    f"({name},{missing[0]}=...), or take what the kit gives by name: "
-                    f"{', '.join(sorted(context))}"
+                    f"({name},{missing[0]}=...){given}"
                 ) from error
             raise TargetError(f"calling {name} failed: {error}") from error
+
+    def _unknown(self) -> bool:
+        """Whether an argument is in no signature."""
+        parameters = list(_parameters_of(self.function))
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        return not takes_any and bool(self.kwargs.keys() - {one.name for one in parameters})
 
     def needs_context(self) -> bool:
         """Whether the signature names a value that only a rank has."""
