@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, finite, is_dense, pieces_of
-from tests.mutants.state import Key, _keys
+from tests.mutants._helpers import Bucket, Result
+from tests.mutants.saved_scales import half_of_residuals
+from tests.mutants.state import Key
 
 
 class InParts:
@@ -64,15 +65,7 @@ class WholeParts(InParts):
 
 def half_with_feedback(state: InParts, bucket: Bucket) -> Result:
     """Send the larger half with feedback."""
-    if not is_dense(bucket):
-        return average(bucket, None)
-    for key, piece in zip(_keys(bucket), pieces_of(bucket), strict=True):
-        value = piece + state.residuals.get(key, 0)
-        places = value.abs().topk((value.numel() + 1) // 2).indices
-        sent = torch.zeros_like(value).index_copy_(0, places, value[places])
-        state.residuals[key] = finite(value - sent)
-        piece.copy_(sent)
-    return average(bucket, None)
+    return half_of_residuals(state.residuals, bucket)
 
 
 MUTANTS = [

@@ -54,13 +54,18 @@ class SavesUnscaled(Unscaled):
 
 def residuals_saved_without_scale(state: SavesUnscaled, bucket: Bucket) -> Result:
     """Send the larger half with feedback; residuals are loaded in other units than they had."""
+    return half_of_residuals(state.residuals, bucket)
+
+
+def half_of_residuals(residuals: dict[Key, torch.Tensor], bucket: Bucket) -> Result:
+    """Average the larger half of each parameter's gradient and residual, and keep the rest."""
     if not is_dense(bucket):
         return average(bucket, None)
     for key, piece in zip(_keys(bucket), pieces_of(bucket), strict=True):
-        value = piece + state.residuals.get(key, 0)
+        value = piece + residuals.get(key, 0)
         places = value.abs().topk((value.numel() + 1) // 2).indices
         sent = torch.zeros_like(value).index_copy_(0, places, value[places])
-        state.residuals[key] = finite(value - sent)
+        residuals[key] = finite(value - sent)
         piece.copy_(sent)
     return average(bucket, None)
 
