@@ -97,6 +97,8 @@ def conclude(
 
 
 _LISTED = 12
+# Why no run was made for a number in the subject's code.
+NOT_TRIED = "no scenario reaches it, or eight others were tried before it"
 
 
 def _missing(
@@ -223,7 +225,7 @@ def probe_lines(coverage: Mapping[str, Any]) -> list[str]:
         for one in coverage["probes"]
     ]
     missed = [
-        f"{one['value']} ({one['file']}:{one['line']}): no scenario reaches it"
+        f"{one['value']} ({one['file']}:{one['line']}): {NOT_TRIED}"
         for one in coverage["out_of_reach"]
     ]
     return [*tried, *missed]

@@ -59,7 +59,8 @@ class Arm:
         line: the line of the decision.
         mark: the mark that shows that it was taken.
         reached: the mark of the statement that decides; None at the start of a module.
-        side: how the decision never went, for people: ``never true``.
+        side: how the decision never went, for people: ``never true``, or
+            ``never false before "or"`` of what stands to the left of an ``or``.
         tests: the expressions that decide.
         body: the statements of the arm; empty if it has none.
         function: the function around it, or None at the level of the module.
@@ -341,7 +342,8 @@ class _Marker(ast.NodeTransformer):
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        side = "never true" if isinstance(node.op, ast.And) else "never false"
+        is_and = isinstance(node.op, ast.And)
+        side = 'never true before "and"' if is_and else 'never false before "or"'
         operands = self._copies(node.values)
         first, *others = node.values
         values = [self.visit(first)]

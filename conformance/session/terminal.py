@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conformance.certificates.certificate import (
+    NOT_TRIED,
     Conclusion,
     at_scale,
     coverage_line,
@@ -222,6 +223,9 @@ def _coverage_lines(session: Session, conclusion: Conclusion) -> list[str]:
     if probed := coverage.get("probes"):
         values = ", ".join(str(one["value"]) for one in probed)
         lines.append(f"          runs were made for these numbers in it: {values}")
+    if missed := coverage.get("out_of_reach"):
+        places = ", ".join(f"{one['value']} ({one['file']}:{one['line']})" for one in missed)
+        lines.append(f"          no run was made for {places}: {NOT_TRIED}")
     return lines
 
 

@@ -367,3 +367,23 @@ def test_a_lossy_certificate_fits_a_screen(made: Made) -> None:
         f"limit   and 21 more rules: {', '.join(numbers[9:17])}, ...",
     ]
     assert len(lines) <= 24
+
+
+def test_numbers_that_were_not_tried_are_named(made: Made) -> None:
+    """The terminal names them beside those that runs were made for."""
+    session = made()
+    session.header["coverage"] = {
+        "measured": True,
+        "required": False,
+        "files": [{"file": "pkg/a.py"}],
+        "untaken": [],
+        "never_called": [],
+        "probes": [{"value": 65536, "file": "pkg/a.py", "line": 3, "runs": []}],
+        "out_of_reach": [{"value": 10**9, "file": "pkg/a.py", "line": 7, "runs": []}],
+    }
+    lines = [line.strip() for line in closing(session)]
+    assert "runs were made for these numbers in it: 65536" in lines
+    assert (
+        "no run was made for 1000000000 (pkg/a.py:7): no scenario reaches it, or eight others "
+        "were tried before it"
+    ) in lines

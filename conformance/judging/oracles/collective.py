@@ -259,14 +259,20 @@ def loss_factor(run: Run, claims: Claims) -> float:
     first = next((call for call in calls(run) if not call.refused), None)
     if first is None or loss == 1.0:
         return loss
-    tensor = arrived_tensor(run, first, 0)
+    outputs = _outputs(run, first)
+    group = group_of(run, first)
+    own = group.index(first.rank)
+    # A subject may forget to divide the rank's own part, which is then the one to blame.
+    number = next((n for n, pairs in enumerate(outputs) if pairs[0][0] != own), 0)
+    tensor = arrived_tensor(run, first, number)
     if tensor is None:
         return loss
     got = tensor.double().reshape(-1)
-    size = len(group_of(run, first))
     parts = [
-        messages.message(run.scenario, size, first.step, first.index, *pair).double().reshape(-1)
-        for pair in _outputs(run, first)[0]
+        messages.message(run.scenario, len(group), first.step, first.index, *pair)
+        .double()
+        .reshape(-1)
+        for pair in outputs[number]
     ]
     sent = sum(parts[1:], parts[0])
     if len(sent) != len(got):

@@ -128,6 +128,13 @@ Likely cause: a period that is counted in buckets, or never begins""",
     )
 
 
+def test_a_parameter_that_alone_is_not_communicated_is_described() -> None:
+    """The cause is another one than with a hook that communicates nothing."""
+    assert local.cause_of_parts([[0], [1]], is_silent=False) == (
+        "gradients of other parameters are communicated, and none of this one"
+    )
+
+
 def test_ranks_whose_weights_are_unknown_are_not_judged() -> None:
     """Seven elements do not determine the weights of two ranks."""
     found = Found()

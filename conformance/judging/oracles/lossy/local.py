@@ -215,30 +215,42 @@ def require_mixing(judged: JudgedRun, steps: range) -> None:
     tables = heard(judged, steps)
     if judged.found.failures:
         return
-    for (name, by_step), group in product(tables.items(), sorted(groups)):
-        if not by_step:
-            continue
-        total = torch.stack(list(by_step.values())).sum(0)
-        parts = connected(total, group)
+    mixing = [
+        (name, len(by_step), connected(torch.stack(list(by_step.values())).sum(0), group))
+        for (name, by_step), group in product(tables.items(), sorted(groups))
+        if by_step
+    ]
+    is_silent = all(len(part) == 1 for _, _, parts in mixing for part in parts)
+    for name, number, parts in mixing:
         names = "; ".join(", ".join(map(str, part)) for part in parts)
-        sends_nothing = len(parts) == len(group)
         cause = ""
         if len(parts) > 1:
-            cause = (
-                "nothing is communicated: claim local(ratio=0) if that is meant"
-                if sends_nothing
-                else "groups that never meet: claim local(mixing=False) if the trainer averages "
-                "the parameters"
-            )
+            cause = cause_of_parts(parts, is_silent)
         holds = judged.found.require(
             len(parts) == 1,
-            f"gradients of every rank that reach all others within {len(by_step)} steps",
+            f"gradients of every rank that reach all others within {number} steps",
             f"parameter {name}: ranks {names} are apart",
             cause,
         )
         if not holds:
             return
-        judged.found.checked(len(by_step))
+        judged.found.checked(number)
+
+
+def cause_of_parts(parts: list[list[int]], is_silent: bool) -> str:
+    """Return why ranks may be apart in one parameter.
+
+    Args:
+        parts: the sets of ranks between which gradients of the parameter travelled.
+        is_silent: no gradient of any parameter travelled.
+    """
+    if is_silent:
+        return "nothing is communicated: claim local(ratio=0) if that is meant"
+    if all(len(part) == 1 for part in parts):
+        return "gradients of other parameters are communicated, and none of this one"
+    return (
+        "groups that never meet: claim local(mixing=False) if the trainer averages the parameters"
+    )
 
 
 def require_period(judged: JudgedRun, steps: range, period: int) -> None:
