@@ -61,6 +61,17 @@ def draw_many_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
     return _with_precisions(replace(scenario, params=params, period=_draw_period(numbers)), numbers)
 
 
+def add_large_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Return ``many_buckets`` with three more buckets, of 10**6 to 2**24 elements.
+
+    One comes from each of three equal parts of the range of logarithms, and each is at any place.
+    """
+    params = list(scenario.params)
+    for size in sizes_between(1_000_000, BEYOND, 3, 3, numbers):
+        params.insert(numbers.randrange(len(params) + 1), _any_shape(numbers, size))
+    return replace(scenario, params=tuple(params))
+
+
 def draw_vast(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw a matrix of 2**24 + 3 * 2**20 to 2**24 + 2**22 elements, and 6 to 9 tensors around it.
 

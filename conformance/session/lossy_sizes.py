@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.training_sizes import draw_smaller
+from conformance.scenarios.training_sizes import add_large_buckets, draw_smaller
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
@@ -57,6 +57,8 @@ def take_moments_of_buckets(scenario: Scenario, claims: Claims) -> Scenario:
     # own.
     steps = _heavy_steps(scenario, claims)
     faint = steps[0].replace("heavy", "faint")
+    if claims.lossy == UNBIASED:
+        scenario = add_large_buckets(scenario, generator(scenario, "large"))
     return replace(scenario, steps=(faint, *steps), folded="moments")
 
 

@@ -62,6 +62,17 @@ def _without_tail(tensor: torch.Tensor, state: Any) -> Result:
     return average_of(tensor, state)
 
 
+def _without_fifth(tensor: torch.Tensor, state: Any) -> Result:
+    tensor[len(tensor) * 4 // 5 :] = 0
+    return average_of(tensor, state)
+
+
+def _places_in_20_bits(tensor: torch.Tensor, state: Any) -> Result:
+    """Place the sent values at indices of which the lower 20 bits are left."""
+    places = torch.arange(len(tensor)).bitwise_and_((1 << 20) - 1)
+    return average_of(torch.zeros_like(tensor).index_add_(0, places, tensor), state)
+
+
 def _places_in_float32(tensor: torch.Tensor, state: Any) -> Result:
     """Place the sent values at indices that went through float32: odd ones above 2**24 move."""
     places = tensor.nonzero().flatten()
@@ -76,6 +87,8 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, Any], Result]] = {
     "own": _own,
     "zeros": _zeros,
     "without_tail": _without_tail,
+    "without_fifth": _without_fifth,
+    "places_in_20_bits": _places_in_20_bits,
     "places_in_float32": _places_in_float32,
 }
 
@@ -267,6 +280,15 @@ MUTANTS = (
     _vast(16_777_216, "places_in_float32"),
     Mutant("rounded_at_random_above,numel=30_011,defect=undivided", ("22.1",), "unbiased"),
     Mutant("rounded_at_random_above,numel=41_017,defect=without_tail", ("22.1",), "unbiased"),
+    *(
+        Mutant(f"rounded_at_random_above,numel={numel},defect={defect}", ("22.2",), "unbiased")
+        for numel, defect in (
+            (1_234_567, "undivided"),
+            (1_500_011, "own"),
+            (2_345_678, "without_fifth"),
+            (5_000_000, "places_in_20_bits"),
+        )
+    ),
     Mutant(
         "few_bits_above,numel=900_001,defect=own",
         ("2.5",),

@@ -22,6 +22,17 @@ bound. These hold for the whole model, since they hold for each part that is com
 Under unbiased(noise=d) every element of every parameter has noise, so that
 ||y - m||**2 is at least n d**2 / W, as if W ranks drew theirs apart; a factor of 1.5 is allowed.
 
+Under unbiased two draws of one bucket prove little about their expectation: a right hook may send
+a bucket in half of the steps, twice as large. But buckets of other sizes show how far its draws
+are off. Let e = <y, m> / ||m||**2 - 1, of a parameter that is a bucket by itself. From 2**18
+elements on, a parameter or an eighth of its rows is refused if both draws are off to the same side,
+by more than 0.7 and more than twice the largest |e| among the parameters of 1,000 to 2**18
+elements, of which there are 40 and more. A part that is not sent has e = -1, one that is not
+divided or is another rank's has 1 and more or -0.9. If elements are independent draws, e falls as
+the bucket grows: by n**(-1/4) for levels that are a share of the bucket's norm, and by n**(-1/2) if
+elements are left out. If whole buckets are left out, with the probability q, then none of 80 draws
+shows it and both of a large bucket do with a probability of (1 - q)**80 q**2, at most 8e-5.
+
 The last elements of the matrix cost next to nothing of its norm. The squares of all results
 together are therefore compared between windows of one length: 32 at drawn places beyond element
 2**24, where gradients have one scale, and one on the last elements. A compressor may leave out some
@@ -38,6 +49,7 @@ than 1e-6 of (||y|| + ||m||)**2: that much is allowed.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -48,6 +60,10 @@ from conformance.scenarios.tables import rows, windows
 from conformance.subjects.claims import CONTRACTION, FEEDBACK, Claims
 
 ROUNDING = 1e-6
+LARGE = 1 << 18  # elements of a bucket whose draws are compared with those of smaller ones
+_SMALLER = 1000  # elements that these have at least
+OFF = 0.7  # of the mean
+_PARTS = 8  # of a large parameter
 ALIKE = 2.0  # the largest window, in units of the smallest one
 MISSING = 1 / 64  # of the smallest window
 FAINT = 2.0**-18  # of the gradients: more than a faint step feeds, and leaves in a residual
@@ -102,6 +118,65 @@ def require_last_elements(run: Run, found: Found) -> None:
                     f"{least:.3g}",
                     "a last part, shorter than others, is never sent",
                 )
+
+
+def require_alike_sizes(run: Run, claims: Claims, found: Found) -> None:
+    """Require random results of large buckets to be as near to the mean as those of smaller ones,
+    in one of the steps that feed the heavy gradients.
+    """
+    fed = _fed(run)
+    steps = range(max(fed.step, claims.warmup), len(run.scenario.steps))
+    numels = torch.tensor([math.prod(spec.shape) for spec in run.scenario.params])
+    is_smaller = (numels >= _SMALLER) & (numels < LARGE)
+    parts = _parts(fed, numels)
+    for rank in range(run.world):
+        moments = [_moments(run, rank, step, "result", found) for step in steps]
+        along = torch.stack([one[:, :-1].mean(1) for one in moments if one is not None])
+        if len(along) < len(steps):
+            return
+        of_parameters = torch.stack(
+            [
+                _by_parameter(one, fed, len(numels)) / _by_parameter(fed.means, fed, len(numels))
+                for one in along
+            ]
+        )
+        usual = float((of_parameters[:, is_smaller] - 1).abs().max())
+        bound = max(OFF, ALIKE * usual)
+        for index, members in parts:
+            offs = along[:, members].sum(1) / fed.means[members].sum() - 1
+            least = float(offs.abs().min())
+            same_side = bool((offs > 0).all() or (offs < 0).all())
+            numel = int(numels[index])
+            holds = found.require(
+                not same_side or least <= bound,
+                f"{1 - bound:.3g} to {1 + bound:.3g} times the mean, in one of {len(steps)} draws: "
+                f"in buckets of fewer than {LARGE} elements each draw is within {usual:.3g}",
+                f"rank {rank}: {', '.join(f'{1 + float(off):.3g}' for off in offs)} times the mean "
+                f"in rows {members.start - _first_row(fed, index)} to "
+                f"{members.stop - 1 - _first_row(fed, index)} of parameter "
+                f"{run.parameter_name(index)} with {numel} elements",
+                "another way for large buckets",
+            )
+            if not holds:
+                return
+            found.checked(len(steps))
+
+
+def _first_row(fed: _Fed, index: int) -> int:
+    """Return the place of a parameter's first row among the rows of all parameters."""
+    return int((fed.parameters == index).nonzero()[0])
+
+
+def _parts(fed: _Fed, numels: torch.Tensor) -> list[tuple[int, slice]]:
+    """Return each large parameter with its rows, and with each eighth of them."""
+    parts = []
+    for index in (numels >= LARGE).nonzero().flatten().tolist():
+        first = _first_row(fed, index)
+        count = int((fed.parameters == index).sum())
+        edges = sorted({round(count * part / _PARTS) for part in range(_PARTS + 1)})
+        parts.append((index, slice(first, first + count)))
+        parts += [(index, slice(first + a, first + b)) for a, b in pairwise(edges)]
+    return parts
 
 
 def require_noise(run: Run, claims: Claims, found: Found) -> None:
