@@ -192,6 +192,11 @@ def _patterns_of_values(run: Run, step: int) -> Iterator[tuple[str, Pattern]]:
             "equal to the previous step's mean: the result is one step late",
             lambda rank, index: mean(run, rank, step - 1, index),
         )
+    if any(spec.dtype in ("float64", "complex128") for spec in run.scenario.params):
+        yield (
+            "equal to the mean rounded to float32",
+            lambda rank, index: _Rounded(right(rank, index), torch.float32),
+        )
     # float16 is tried between the two: a result that lies on bfloat16's grid was rounded to it, but
     # the bound of a bfloat16 rounding elsewhere covers a float16 rounding, too.
     yield (

@@ -133,7 +133,8 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` the steps before and after the change of processes, taken as one
     run, are right under the subject's claims.
 
-    So are the parameters of a fused hook. Bits may differ here: a new process has its parameters in
+    So are the parameters of a fused hook. The model has 11 parameters or more, so that names with
+    numbers have another order as texts. Bits may differ here: a new process has its parameters in
     other places of the bucket until DDP has rebuilt it.
 
     Training scripts let rank 0 save, load that state on every rank, and may resume with another
@@ -264,9 +265,9 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
 
     The trainer calls the function with the factor before the next forward; for the first factor
     twice, with two factors that make it up, as for a model that rests while another one trains
-    under the same GradScaler. Without a call no hook
-    can know of the change: what it holds back is added to gradients of another scale. The
-    certificate names that limit.
+    under the same GradScaler. One parameter has 2**16 to 2**17 elements. Without a call no hook can
+    know of the change: what it holds back is added to gradients of another scale. The certificate
+    names that limit.
     """
     if not claims.rescaled:
         found.does_not_apply(

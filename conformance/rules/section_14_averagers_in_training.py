@@ -130,15 +130,15 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "average_parameters(params), which takes the parameters in every call; Module.to(), and "
     "load_state_dict(assign=True)",
     remedy="a list of parameters, or of buffers, that is made in the first call and kept, or kept "
-    "for as many trained elements; p.data of an earlier call, which is another tensor than the "
-    "parameter's after model.to()",
+    "for as many trained elements, or if the new list is the beginning of the old one; p.data of "
+    "an earlier call, which is another tensor than the parameter's after model.to()",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
     """After a drawn step at which one parameter is unfrozen and another one of the same shape
-    frozen, and a later one at which a third is added, the averages are those of the parameters that
-    are given.
+    frozen, a later one at which a third is added, and one from which on that one and another are
+    not given, the averages are those of the parameters that are given.
 
-    A subject that is made with the parameters keeps these; none is added then.
+    A subject that is made with the parameters keeps these; none is added or left out then.
 
     In a further run each parameter gets new memory before the second average and before the third
     one, as by ``p.data = ...``; some get another dtype with it, as by ``model.to(dtype)``, and some

@@ -10,7 +10,7 @@ from conformance.judging.oracles.optimizer_calls import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED, SAVED_CLOSED
+from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED, SAVED_CLOSED, recipient
 from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
 from conformance.scenarios.optimizer_states import RESTORED_RATES
 from conformance.subjects.claims import Claims
@@ -79,21 +79,23 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     needs=(*BASIC, "15.7"),
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict and state_dict; "
     "pytorch #54736, #60284",
-    remedy="the mapping from a rank's share to all parameters; state that a rank has not sent, or "
-    "that is out of date, as one that step(closure) leaves alone",
+    remedy="the mapping from a rank's share to all parameters, also if another rank than the first "
+    "one collects them; state that a rank has not sent, or that is out of date, as one that "
+    "step(closure) leaves alone",
 )
 def consolidated(run: Run, claims: Claims, found: Found) -> None:
-    """After consolidate_state_dict(0) the state_dict() of the group's first rank is that of a local
-    optimizer on all parameters: the momentum of each, by its number, and the parameter groups.
+    """After consolidate_state_dict(to) the state_dict() of that rank is that of a local optimizer
+    on all parameters: the momentum of each, by its number, and the parameter groups.
 
-    In one run the state has been consolidated before, and all steps since have a closure.
+    It is the group's first rank. In one run it is the last one, the state has been consolidated
+    before, and all steps since have a closure.
     """
-    rank = run.ranks[0]
+    rank = run.ranks[recipient(run.scenario, len(run.ranks))]
     event = rank.first("consolidated")
     if event is None:
         found.does_not_apply("it has no consolidate_state_dict()")
         return
-    actual = "rank 0: state_dict() returned something else"
+    actual = f"rank {rank.rank}: state_dict() returned something else"
     if not found.require(event["form"], "a dict with state and param_groups", actual):
         return
     step = run.scenario.resume.saves_at - 1
@@ -101,11 +103,11 @@ def consolidated(run: Run, claims: Claims, found: Found) -> None:
     momentum = options.get("momentum", 0.0)
     indices = list(range(len(run.scenario.params)))
     groups = [{"lr": options["lr"], "momentum": momentum, "params": indices}]
-    place = f"rank 0, step {step}"
+    place = f"rank {rank.rank}, step {step}"
     got_groups = [{name: group.get(name) for name in groups[0]} for group in event["groups"]]
     found.require(got_groups == groups, f"param_groups {groups}", f"{place}: {event['groups']}")
     # SGD without momentum has no state.
-    momenta = right_steps(run)[0, step].momenta if momentum else []
+    momenta = right_steps(run)[rank.rank, step].momenta if momentum else []
     for index, right in enumerate(momenta):
         expected = f"the momentum of p{index}"
         tensor = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")

@@ -427,7 +427,7 @@ def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
 )
 def hooks_once(run: Run, claims: Claims, found: Found) -> None:
     """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in
-    a step at most. 15.18 judges whether it runs at all."""
+    a step at most, with a closure or without. 15.18 judges whether it runs at all."""
     calls = [
         (rank.rank, kind, count)
         for rank in run.ranks

@@ -7,6 +7,7 @@ from conformance.judging.oracles.strategy import (
     is_missing_gradient,
     record,
     require_ddp_restored,
+    require_hooks_of_trainer,
     require_means,
     result,
     steps,
@@ -328,15 +329,18 @@ def final(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.2",),
     source=f"{TORCH}: it restores the setting",
     remedy="model.require_backward_grad_sync, a hook or a patched method that is not restored when "
-    "the last context ends",
+    "the last context ends; hooks that are removed by clearing a parameter's dict of hooks, not by "
+    "their handles",
 )
 def without(run: Run, claims: Claims, found: Found) -> None:
     """After the last context DDP synchronises as before: a step outside of contexts gives the means
-    of DDP."""
+    of DDP. The trainer's own hooks on parameters run in every backward, once each."""
     for rank, step in steps(run):
         require_ddp_restored(run, rank, step, found)
     if run.scenario.name == WITHOUT.name:
         require_means(run, found)
+    else:
+        require_hooks_of_trainer(run, found)
 
 
 @rule(

@@ -103,7 +103,8 @@ def notifies(run: Run, claims: Claims, found: Found) -> None:
     certifies_machine=True,
     source=f"{GENERIC}, JoinHook.main_hook; Join: hooks are iterated over in the given order",
     remedy="a context: before each shadowed step check whether any rank trains, wait for the "
-    "answer, then call all main hooks in the order of the list; a joinable: its main hook has to "
+    "answer, then call all main hooks in the order of the list, also of joinables that are equal, "
+    "which a dict would hold once; a joinable: its main hook has to "
     "issue the collectives of a step, on tensors of the same size and dtype",
 )
 def shadowed(run: Run, claims: Claims, found: Found) -> None:
@@ -112,7 +113,8 @@ def shadowed(run: Run, claims: Claims, found: Found) -> None:
     collectives of its step.
 
     Inputs differ by one or by a lot, and a rank may have none. Each joinable of the kit has an
-    allreduce that shows which ranks took part, in which role, and through which joinable. In one
+    allreduce that shows which ranks took part, in which role, and through which joinable, and all
+    of one class are equal, as objects may be that are compared by their settings. In one
     scenario peers enter a context when rank 0 has left it or waits for them. A context that does
     not wait for their answer therefore fails every time.
     """

@@ -205,11 +205,13 @@ def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     owns=(HALF,),
     needs=("19.9",),
     source="torch documentation, torch.amp: float16 beside bfloat16",
-    remedy="bfloat16 as a constant; the dtype of autocast belongs to the thread, as its state does",
+    remedy="bfloat16 as a constant; the dtype of autocast belongs to the thread, as its state "
+    "does, and both belong to a forward, not to the wrapper",
 )
 def half(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A recomputation in a backward outside of autocast runs in float16 if the forward did, and
-    gives the same gradients."""
+    gives the same gradients; also if the blocks have run under another autocast in between, as for
+    a metric or a teacher."""
     require_same_training(runs, found)
     require_same_modes(runs, found)
 
@@ -246,13 +248,15 @@ kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
     since="1.6",
     source="runs of training have many thousand steps; one wrapped module runs in each of them",
     remedy="a count of forwards or backwards that overflows, or that ends a warm-up; a pool of "
-    "buffers, or of packed tensors, that is used again too early",
+    "buffers, or of packed tensors, that is used again too early; a block that has drawn no random "
+    "numbers so far, and is taken for one that never does",
 )
 def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """In each of 300 to 380 steps, outputs and gradients are those without the wrapper up to
     2**-14 of the largest magnitude.
 
-    The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed.
+    The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed, and
+    so is the step from 100 to 250 at which dropout begins, as in a schedule of dropout.
     """
     require_same_training(runs, found)
 

@@ -95,7 +95,7 @@ def many_buckets(run: Run, claims: Claims, found: Found) -> None:
     Each step's last bucket comes when the others are reduced, as in training, where backward takes
     long: results of the first buckets may be overwritten by then. The sizes are drawn, evenly over
     their logarithms: some bucket lies between any N and 1.5 N in that range. Under ``compressed``
-    each bucket keeps the bound that follows from the claimed delta. Under ``unbiased`` three more
+    each bucket keeps the bound that follows from the claimed delta. Under ``unbiased`` two more
     buckets have 10**6 to 2**24 elements, and no large bucket, or eighth of one, is off by 0.7 of
     the mean in both draws, unless smaller buckets are off by half as much in one. Under ``local``
     there are smaller ones.

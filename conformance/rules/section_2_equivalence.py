@@ -1,5 +1,7 @@
 """Section 2: the result equals that of vanilla allreduce, up to the subject's claims."""
 
+from itertools import product
+
 import torch
 
 from conformance.judging.common_rules import refuses_fewer_ranks
@@ -8,6 +10,7 @@ from conformance.judging.oracles import lossy
 from conformance.judging.oracles import mean as oracle
 from conformance.judging.requirements import (
     replaced_by_lossy_rules,
+    require_optimizer,
     require_steps,
     skip_if_lossy,
 )
@@ -196,14 +199,14 @@ def process_group(run: Run, claims: Claims, found: Found) -> None:
     on=(COMPLEX,),
     owns=(COMPLEX,),
     may_refuse=True,
-    needs=("2.1",),
+    needs=("2.1", "2.7"),
     source="pytorch#158753, pytorch#74039",
     remedy="bucket.gradients(), which is wrong for complex parameters in torch: work on "
-    "bucket.buffer(), or raise",
+    "bucket.buffer(), or raise; another group in the code for complex buckets",
 )
 def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
-    """Complex parameters, of float32 and of float64, get the mean of both parts, or the hook
-    refuses them with an exception on every rank.
+    """Complex parameters, of float32 and of float64, get the mean of both parts over the model's
+    group, or the hook refuses them with an exception on every rank.
 
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is
     right on the part that these views cover, and leaves the rest as it is, is not blamed for it:
@@ -255,19 +258,44 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     on=(SPARSE,),
     owns=(SPARSE,),
     may_refuse=True,
-    needs=("2.1", "1.8"),
+    needs=("2.1", "2.7", "1.8"),
     source="pytorch#54747, pytorch#111422; torch's PowerSGD silently stops synchronising them",
     remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
-    "in 16 bits; values in a narrower dtype",
+    "in 16 bits; values in a narrower dtype; another group than that of dense buckets",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an
     exception on every rank.
 
-    One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16. Crafted values, and
-    random ones, which no narrower dtype holds, are judged.
+    One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16, and one has float64
+    values. Crafted values, and random ones, which no narrower dtype holds, are judged, on two
+    groups of ranks. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)`` all of
+    their elements have noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal"))
+    if claims.fused and not found.failures:
+        require_optimizer(run, claims, found)
+    if claims.noise and not found.failures:
+        _require_noise_in_embeddings(run, claims, found)
+
+
+def _require_noise_in_embeddings(run: Run, claims: Claims, found: Found) -> None:
+    """Require the claimed noise in sparse gradients; a factor of two is for chance."""
+    least = claims.noise / 2
+    for rank, step in product(range(run.world), range(claims.warmup, len(run.scenario.steps))):
+        for index, spec in enumerate(run.scenario.params):
+            got = run.got(rank, step, index)
+            if spec.layout != "sparse" or got is None:
+                continue
+            error = got - oracle.mean(run, rank, step, index)
+            size = float(error.square().mean().sqrt()) * len(run.group(rank)) ** 0.5
+            found.require(
+                size >= least,
+                f"noise with a root mean square of {claims.noise:g} over the root of the ranks",
+                f"rank {rank}, step {step}, parameter {run.parameter_name(index)}: {size:.3g}",
+                "sparse gradients have no noise",
+            )
+            found.checked(len(error))
 
 
 @rule(

@@ -86,7 +86,8 @@ CHANGING = replace(
     PLAIN,
     name="averager_changing",
     summary="between the first two averages one parameter is unfrozen, and another of the same "
-    "shape frozen; before the third one a parameter is added",
+    "shape frozen; before the third one a parameter is added, and before the fourth one it and "
+    "another leave the list",
     params=(_PARAMS[0], *_PARAMS, Param((9,))),
     world_sizes=(2,),
     variant="changing",
@@ -94,6 +95,8 @@ CHANGING = replace(
 UNFROZEN = 0
 FROZEN = 1
 ADDED = len(CHANGING.params) - 1
+# The end of the list: what is left of it is the beginning of the earlier one.
+REMOVED = (ADDED - 1, ADDED)
 
 # As model.to(dtype), load_state_dict(assign=True) and a flat buffer that is made anew do.
 MOVED = replace(
@@ -270,9 +273,12 @@ def is_written_to_data(scenario: Scenario, index: int) -> bool:
 
 def is_given(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter is among those that the averager is given at a step."""
-    if scenario.variant != "changing" or index != ADDED:
+    if scenario.variant != "changing":
         return True
-    return step >= int(option(scenario, "addition") or 0)
+    removal = option(scenario, "removal")
+    if removal and index in REMOVED and step >= int(removal):
+        return False
+    return index != ADDED or step >= int(option(scenario, "addition") or 0)
 
 
 def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:

@@ -42,6 +42,15 @@ _RECOVERING = replace(
     variant="recovering",
 )
 
+# The formats of half precision are where infinities come from: a loss scale that is too large.
+_RECOVERING_HALF = replace(
+    _RECOVERING,
+    name="collective_recovering_half",
+    summary="NaN and infinities in messages of float16 and bfloat16, ordinary values after each",
+    steps=("normal", "infinite", "normal", "nan", "normal"),
+    prerequisite=_RECOVERING.name,
+)
+
 _VIEWS = replace(
     ORDERED,
     name="collective_views",
@@ -151,6 +160,13 @@ def draw_recovering(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=(_matrix(numbers.randint(700, 1200), numbers),))
 
 
+def draw_recovering_half(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw matrices of 700 to 1,200 elements, one of float16 and one of bfloat16."""
+    made = [_matrix(numbers.randint(700, 1200), numbers) for _ in range(2)]
+    dtypes = zip(made, ("float16", "bfloat16"), strict=True)
+    return replace(scenario, params=tuple(replace(spec, dtype=dtype) for spec, dtype in dtypes))
+
+
 def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw matrices of 10 to 40 and of 300 to 900 elements; the offsets are drawn by the driver."""
     sizes = (numbers.randint(10, 40), numbers.randint(300, 900))
@@ -231,6 +247,7 @@ def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _LARGE.name: draw_large,
     _RECOVERING.name: draw_recovering,
+    _RECOVERING_HALF.name: draw_recovering_half,
     _VIEWS.name: draw_views,
     _UNEVEN.name: draw_views,
     _IN_FLIGHT.name: draw_in_flight,
@@ -242,6 +259,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
 # As they are drawn for seed 0.
 LARGE = draw_large(_LARGE, random.Random(0))
 RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
+RECOVERING_HALF = draw_recovering_half(_RECOVERING_HALF, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
 UNEVEN = draw_views(_UNEVEN, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
@@ -252,6 +270,7 @@ LONG = draw_long(_LONG, random.Random(0))
 ALL = (
     LARGE,
     RECOVERING,
+    RECOVERING_HALF,
     VIEWS,
     UNEVEN,
     CHANGING_SCALE,

@@ -108,7 +108,7 @@ FEEDBACK_UNUSED = Scenario(
 FEEDBACK_RESCALED = Scenario(
     name="feedback_rescaled",
     summary="the loss scale changes, for hooks that hold back parts of gradients",
-    params=_MATRICES[1:4],
+    params=(*_MATRICES[1:4], Param((70_000,))),
     steps=("normal",) * 16,
     world_sizes=(2,),
     ddp=DDPOptions(bucket_cap_mb=_CAP),
@@ -225,7 +225,10 @@ def _draw_unused(scenario: Scenario, draw: random.Random) -> Scenario:
 
 
 def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the sizes, the loss scales and their numbers of steps."""
+    """Draw the sizes, the loss scales and their numbers of steps.
+
+    The last parameter is a vector of 2**16 to 2**17 elements.
+    """
     first = draw.randint(12, 16)
     low = first - draw.randint(7, 10)
     scales = [first, low, draw.randint(low + 3, 16), draw.randint(0, 16)]
@@ -234,7 +237,10 @@ def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
     exponents = [scale for scale, length in pairs for _ in range(length)]
     return replace(
         scenario,
-        params=_draw_matrices(scenario.params, draw),
+        params=(
+            *_draw_matrices(scenario.params[:-1], draw),
+            Param((draw.randint(2**16 + 1, 2**17 - 1),)),
+        ),
         steps=("normal",) * len(exponents),
         loss_scales=tuple(exponents),
     )

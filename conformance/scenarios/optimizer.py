@@ -146,10 +146,17 @@ SAVED = replace(
 SAVED_CLOSED = replace(
     SAVED,
     name="optimizer_saved_after_closures",
-    summary="its state is saved after 10 steps and after 13; the last three have a closure",
+    summary="its state is saved after 10 steps and after 13, on the last rank if it is "
+    "consolidated; the last three have a closure",
     variant="saved_closed",
     resume=replace(SAVED.resume, also_taken_at=10),
 )
+
+
+def recipient(scenario: Scenario, size: int) -> int:
+    """Return the place in the group of the rank on which a state is consolidated."""
+    return size - 1 if scenario.variant == SAVED_CLOSED.variant else 0
+
 
 RESUMED = replace(
     SAVED,

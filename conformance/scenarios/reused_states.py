@@ -14,7 +14,7 @@ import random
 from dataclasses import replace
 from itertools import accumulate
 
-from conformance.scenarios.hook import FROZEN, RESUMED, RESUMED_ONE, SAVED_ONE
+from conformance.scenarios.hook import FROZEN, RESUMED, RESUMED_ONE, SAVED, SAVED_ONE
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
 
@@ -116,6 +116,23 @@ def _draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=(Param((numel,)),))
 
 
+def _draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Add 7 to 24 parameters of 1 to 1,000 elements, the same for all runs of one state.
+
+    So there are more than ten: names with numbers have another order as texts, and counts more than
+    one digit.
+    """
+    del numbers
+    draw = generator(replace(scenario, name=SAVED.name), "many")
+    sizes = [round(2 ** draw.uniform(0, 10)) for _ in range(draw.randint(7, 24))]
+    more = tuple(Param((size,)) for size in sizes)
+    return replace(scenario, params=(*scenario.params, *more))
+
+
+def _draw_size_and_many(scenario: Scenario, numbers: random.Random) -> Scenario:
+    return _draw_many(_draw_size(scenario, numbers), numbers)
+
+
 def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the steps, the largest size of a bucket, and seven sizes from 1 to 4,000 elements.
 
@@ -195,9 +212,12 @@ def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario
 
 
 DRAWS = {
+    SAVED.name: _draw_many,
+    RESUMED.name: _draw_many,
     SAVED_ONE.name: _draw_large,
     RESUMED_ONE.name: _draw_large,
-    RESUMED_BY_OTHER_RANKS.name: _draw_size,
+    RESUMED_FROM_RANK_0.name: _draw_many,
+    RESUMED_BY_OTHER_RANKS.name: _draw_size_and_many,
     REWRAPPED.name: _draw_sizes,
     RECAST.name: _draw_versions,
     ROLLED_BACK.name: _draw_repeated_steps,

@@ -1,6 +1,8 @@
-"""Sparse gradients: a small embedding and a large one beside a dense parameter.
+"""Sparse gradients: two small embeddings and a large one beside a dense parameter.
 
-Ranks use different rows of an embedding, and share some (``gradients.sparse_rows``).
+One of the small ones has float64 values. There are two models on two groups of ranks, since code
+for sparse gradients may use another group than the code for dense ones. Ranks use different rows of
+an embedding, and share some (``gradients.sparse_rows``).
 """
 
 import random
@@ -15,21 +17,23 @@ _ROWS = (66_000, 80_000)
 
 def draw_sparse(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the large embedding: 66,000 to 80,000 rows of one or two columns."""
-    small, _, dense = scenario.params
+    small, _, *others = scenario.params
     large = Param((numbers.randint(*_ROWS), numbers.randint(1, 2)), layout="sparse")
-    return replace(scenario, params=(small, large, dense))
+    return replace(scenario, params=(small, large, *others))
 
 
 _SPARSE = Scenario(
     name="sparse",
-    summary="a sparse embedding, and one of more than 2**16 rows, beside a dense parameter",
+    summary="sparse embeddings, one of more than 2**16 rows and one of float64, beside a dense "
+    "parameter; of two models on two groups of ranks, one of them of one rank",
     params=(
         Param((10, 3), layout="sparse"),
         Param((_ROWS[0], 1), layout="sparse"),
+        Param((12, 2), "float64", layout="sparse"),
         Param((7,)),
     ),
     steps=("crafted", "crafted", "normal"),
-    world_sizes=(2,),
+    groups=((0, 2), (1,)),
 )
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {_SPARSE.name: draw_sparse}

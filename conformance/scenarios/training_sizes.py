@@ -62,12 +62,12 @@ def draw_many_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def add_large_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Return ``many_buckets`` with three more buckets, of 10**6 to 2**24 elements.
+    """Return ``many_buckets`` with two more buckets, of 10**6 to 2**24 elements.
 
-    One comes from each of three equal parts of the range of logarithms, and each is at any place.
+    One comes from each half of the range of logarithms, and each is at any place.
     """
     params = list(scenario.params)
-    for size in sizes_between(1_000_000, BEYOND, 3, 3, numbers):
+    for size in sizes_between(1_000_000, BEYOND, 2, 2, numbers):
         params.insert(numbers.randrange(len(params) + 1), _any_shape(numbers, size))
     return replace(scenario, params=tuple(params))
 

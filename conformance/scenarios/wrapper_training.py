@@ -150,10 +150,14 @@ INDICES = replace(
 HALF = replace(
     PLAIN,
     name="wrapper_half",
-    summary="the forward runs in float16 by autocast, the backward outside of autocast",
+    summary="the forward runs in float16 by autocast, the backward outside of autocast; in two of "
+    "three steps a forward without gradients comes between them, under another autocast or none",
     world_sizes=(2,),
     variant="training_half",
 )
+
+# The phase of a forward between another forward and its backward.
+OTHER_FORWARD = "other"
 
 LONG_STEPS = (300, 380)
 
@@ -161,7 +165,8 @@ LONG = replace(
     PLAIN,
     name="wrapper_long",
     summary=f"a small network in float32 in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps, with batches "
-    "of drawn sizes; every third step has one more graph, without a backward",
+    "of drawn sizes; every third step has one more graph, without a backward; dropout begins at a "
+    "drawn step",
     world_sizes=(2,),
     variant="training_long",
     observe=Observation(growth=True),
@@ -213,10 +218,13 @@ def draw_indices(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the number of steps; a parameter's shape has the rows of the batch of each step."""
+    """Draw the number of steps; the first parameter's shape has the rows of the batch of each step,
+    and the second one's is the step from which on there is dropout.
+    """
     count = numbers.randint(*LONG_STEPS)
     rows = tuple(numbers.randint(1, 12) for _ in range(count))
-    return replace(scenario, steps=("normal",) * count, params=(Param(rows),))
+    late = numbers.randint(LONG_STEPS[0] // 3, LONG_STEPS[0] - 50)
+    return replace(scenario, steps=("normal",) * count, params=(Param(rows), Param((late,))))
 
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {

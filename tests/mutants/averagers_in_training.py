@@ -238,6 +238,50 @@ class PlansForShapes(_Plans):
         return sorted(tuple(parameter.shape) for parameter in trained)
 
 
+class _Grows(_Plans):
+    """Keep the list of what is trained, unless new parameters are among what is given."""
+
+    def is_new(self, trained):
+        raise NotImplementedError
+
+    def chosen(self, params):
+        trained = [
+            parameter for parameter in Averager.chosen(self, params) if parameter.requires_grad
+        ]
+        if self.is_new(trained):
+            self.plan = trained
+        return self.plan
+
+
+class PlansForTheBeginning(_Grows):
+    """Compare what is given with the plan, as far as the shorter list goes."""
+
+    def is_new(self, trained):
+        pairs = zip(self.plan, trained, strict=False)
+        is_longer = len(trained) > len(self.plan)
+        return is_longer or any(old is not new for old, new in pairs)
+
+
+class PlansForTheSet(_Grows):
+    """Make a new plan if a parameter is given that is not in the plan."""
+
+    def is_new(self, trained):
+        return not {id(parameter) for parameter in trained} <= {id(old) for old in self.plan}
+
+
+class NeverForgets(Averager):
+    """Add what is given to a set, and average all of it."""
+
+    def __init__(self, period=4, warmup_steps=10, process_group=None):
+        super().__init__(period, warmup_steps, process_group)
+        self.known = {}
+
+    def chosen(self, params):
+        trained = [parameter for parameter in super().chosen(params) if parameter.requires_grad]
+        self.known |= {id(parameter): parameter for parameter in trained}
+        return [parameter for parameter in self.known.values() if parameter.requires_grad]
+
+
 class AddedInTheNextRound(Averager):
     """Count how many parameters there were, and take up new ones one average later."""
 
@@ -390,6 +434,7 @@ MUTANTS = [
         for name in (
             *("RemembersParameters", "RemembersTheTrainable", "AddedInTheNextRound"),
             *("PlansForElements", "PlansForShapes"),
+            *("PlansForTheBeginning", "PlansForTheSet", "NeverForgets"),
         )
     ),
     Mutant(f"CountsWithGradients,{AT}", ("14.5",), hangs=True, **OF),

@@ -118,6 +118,59 @@ class EmaKeepsNoCopies(Ema):
         return _KeepsNoCopies(self.chosen(params), self.average)
 
 
+class _Swaps(_Applied):
+    """Averages and parameters change places, value by value."""
+
+    @torch.no_grad()
+    def _swap(self):
+        for parameter, average in zip(self.params, self.averages, strict=True):
+            kept = parameter.detach().to(average.dtype, copy=True)
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    def __enter__(self):
+        self.exact = [average.clone() for average in self.averages]
+        self._swap()
+
+    def __exit__(self, *_):
+        self._swap()
+        for average, exact in zip(self.averages, self.exact, strict=True):
+            average.copy_(exact)
+
+
+class EmaSwaps(Ema):
+    """Exchange averages and parameters for an evaluation, the saved ones too."""
+
+    def applied(self, params):
+        return _Swaps(self.chosen(params), self.average)
+
+
+class EmaWithoutAverage(Ema):
+    """Lend the averages to an evaluation: a state that is saved meanwhile has none."""
+
+    is_lent = False
+
+    def state_dict(self):
+        return {"step": self.step} if self.is_lent else super().state_dict()
+
+    def load_state_dict(self, saved):
+        super().load_state_dict({"average": [], **saved})
+
+    def applied(self, params):
+        owner = self
+
+        class Lent(_Applied):
+            def __enter__(self):
+                super().__enter__()
+                owner.is_lent = True
+
+            def __exit__(self, *_):
+                super().__exit__()
+                owner.is_lent = False
+
+        return Lent(self.chosen(params), self.average)
+
+
 class EmaInHalf(Ema):
     """Keep the average in bfloat16, in which a small change is lost."""
 
@@ -247,7 +300,10 @@ DILOCO = {"claims": "like(DiLoCoModelAverager, period=4)", **OF}
 MUTANTS = [
     *(
         Mutant(name, ("14.12",), **EMA)
-        for name in ("EmaInHalf", "EmaStaysAfterAnError", "EmaKeepsNoCopies")
+        for name in (
+            *("EmaInHalf", "EmaStaysAfterAnError", "EmaKeepsNoCopies"),
+            *("EmaSwaps", "EmaWithoutAverage"),
+        )
     ),
     Mutant("EmaRaisesAfterAnError", ("14.1",), **EMA),
     Mutant("EmaInOwnDtype", ("14.12",), **EMA),

@@ -482,8 +482,36 @@ class NamesTheWorld(RightJoinable):
         return dist.group.WORLD
 
 
+class HooksByJoinable(Right):
+    """Keep the hooks by joinable: those of joinables that are equal are one."""
+
+    def ask(self, kwargs: dict[str, Any]) -> list[Any]:
+        by_joinable = dict(zip(self.joinables, super().ask(kwargs), strict=True))
+        return list(by_joinable.values())
+
+
+class WithoutRepeats(Right):
+    """Leave out a joinable that is equal to an earlier one."""
+
+    def check(self) -> None:
+        super().check()
+        self.joinables = list(dict.fromkeys(self.joinables))
+
+
+class PlacesByEquality(Right):
+    """Let each joinable shadow as often as it is in the list, by its first place there."""
+
+    def ask(self, kwargs: dict[str, Any]) -> list[Any]:
+        hooks = super().ask(kwargs)
+        return [hooks[self.joinables.index(joinable)] for joinable in self.joinables]
+
+
 KIND = "joinable"
 MUTANTS = [
+    *(
+        Mutant(name, ("17.3",), kind=KIND, hangs=name != "PlacesByEquality")
+        for name in ("HooksByJoinable", "WithoutRepeats", "PlacesByEquality")
+    ),
     Mutant("ShadowsOnceTooOften", ("17.1",), kind=KIND),
     Mutant("NotifiesLate", ("17.2",), kind=KIND),
     Mutant("NeverNotifies", ("17.2",), kind=KIND),

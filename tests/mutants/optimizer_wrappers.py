@@ -76,6 +76,20 @@ class RunsPostHooksTwice(_WithHooks):
         return loss
 
 
+class RunsPreHooksOfClosuresTwice(RunsPreHooksTwice):
+    """Run the hooks before a step twice if there is a closure."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return _WithHooks.step(self) if closure is None else super().step(closure)
+
+
+class RunsPostHooksOfClosuresTwice(RunsPostHooksTwice):
+    """Run the hooks after a step twice if there is a closure."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return _WithHooks.step(self) if closure is None else super().step(closure)
+
+
 class RegistersTwice(_WithHooks):
     """Register each hook twice: for the wrapper, and for the optimizer inside."""
 
@@ -540,6 +554,28 @@ class OverlooksClosures(_KeepsStates):
         return super().step(closure)
 
 
+class CollectsOnTheFirst(Sharded):
+    """Collect the whole state on the first rank, and a rank's own share on any other."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        super().consolidate_state_dict(to)
+        if self.place == to > 0:
+            numbers = {parameter: number for number, parameter in enumerate(self.parameters())}
+            self.consolidated = {
+                numbers[parameter]: dict(kept) for parameter, kept in self.local.state.items()
+            }
+
+
+class RecipientFirst(Sharded):
+    """Number the shares in the order in which they arrive, the recipient's own first."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        super().consolidate_state_dict(to)
+        states = [self.consolidated[number] for number in sorted(self.consolidated)]
+        shift = to % max(1, len(states))
+        self.consolidated = dict(enumerate(states[shift:] + states[:shift]))
+
+
 class ComparesRates(_KeepsStates):
     """Note a step if the learning rate is another than in the last one."""
 
@@ -620,10 +656,14 @@ MUTANTS = [
     Mutant("StateByRank", ("15.15",), kind="optimizer"),
     Mutant("OverlooksClosures", ("15.15",), kind="optimizer"),
     Mutant("ComparesRates", ("15.15",), kind="optimizer"),
+    Mutant("CollectsOnTheFirst", ("15.15",), kind="optimizer"),
+    Mutant("RecipientFirst", ("15.15",), kind="optimizer"),
     Mutant("Flattens", ("15.16",), kind="optimizer"),
     Mutant("JoinedDoNotStep", ("15.17",), kind="optimizer"),
     Mutant("RunsPreHooksTwice", ("15.41",), kind="optimizer"),
     Mutant("RunsPostHooksTwice", ("15.41",), kind="optimizer"),
+    Mutant("RunsPreHooksOfClosuresTwice", ("15.41",), kind="optimizer"),
+    Mutant("RunsPostHooksOfClosuresTwice", ("15.41",), kind="optimizer"),
     Mutant("RegistersTwice", ("15.41",), kind="optimizer"),
     Mutant("Seeds", ("15.19",), kind="optimizer"),
     Mutant("TakesAnyGroup", ("15.20",), "min_world_size(2)", worlds=(1, 2), kind="optimizer"),

@@ -131,6 +131,28 @@ def rescales_the_wrong_way(state: Any, bucket: Bucket) -> Result:
     return _hook(state, bucket)
 
 
+class SmallOnly(Residuals):
+    """Rescales the residuals of up to so many elements; others are kept elsewhere, and forgotten.
+
+    Args:
+        limit: the number of elements.
+    """
+
+    def __init__(self, process_group: Any = None, limit: int = 1 << 16) -> None:
+        super().__init__(process_group)
+        self.limit = limit
+
+    def rescale(self, factor: float) -> None:
+        for kept in self.kept.values():
+            if kept.numel() <= self.limit:
+                kept.mul_(factor)
+
+
+def rescales_small_ones(state: Any, bucket: Bucket) -> Result:
+    """Leave the residuals of large parameters in units of the old loss scale."""
+    return _hook(state, bucket)
+
+
 class OnlyGrows(Residuals):
     """Rescales when the loss scale grows only."""
 
@@ -271,6 +293,9 @@ MUTANTS = [
     _mutant("ignores_overflows", "11.6", "OnlyGrows"),
     _mutant("rescales_one", "11.6", "FirstOnly"),
     _mutant("clamps_factor", "11.6", "Clamps"),
+    _mutant("rescales_small_ones", "11.6", "SmallOnly"),
+    _mutant("rescales_small_ones", "11.6", "SmallOnly,limit=9_000"),
+    _mutant("rescales_small_ones", "11.6", "SmallOnly,limit=40_000"),
     _mutant("rescales_a_copy", "11.6", "RescalesACopy"),
     _mutant("keeps_one_factor", "11.6", "KeepsTheLast"),
     _mutant("keeps_one_factor", "11.6", "KeepsTheFirst"),

@@ -1,4 +1,4 @@
-"""Mutants of rule 11.2 whose saved state is wrong for large parameters alone."""
+"""Mutants of rules 11.2 and 11.3 whose saved state is wrong for large parameters, or for many."""
 
 from typing import Any
 
@@ -63,22 +63,79 @@ class WholeParts(InParts):
         return super().parts_of(kept)
 
 
-def half_with_feedback(state: InParts, bucket: Bucket) -> Result:
+class Flat:
+    """Residuals that are saved under names with numbers; right, but for its subclasses."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[Key, torch.Tensor] = {}
+
+    def name(self, place: int) -> str:
+        """Return the name that a residual is saved under."""
+        return f"residual.{place}"
+
+    def state_dict(self) -> dict[str, Any]:
+        pairs = enumerate(self.residuals.values())
+        return {
+            "keys": list(self.residuals),
+            "sizes": [len(residual) for residual in self.residuals.values()],
+            "residuals": {self.name(place): residual.clone() for place, residual in pairs},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        keys, sizes = saved["keys"], saved["sizes"]
+        parts = self.in_order(saved["residuals"], sizes)
+        self.residuals = dict(zip(keys, parts, strict=True))
+
+    def in_order(self, saved: dict[str, torch.Tensor], sizes: list[int]) -> Any:
+        """Return the residuals in the order of their keys."""
+        return [saved[self.name(place)] for place in range(len(sizes))]
+
+
+class SortedNames(Flat):
+    """Joins the residuals in the order of their names, in which 10 comes before 2."""
+
+    def in_order(self, saved: dict[str, torch.Tensor], sizes: list[int]) -> Any:
+        return torch.cat([saved[name] for name in sorted(saved)]).split(sizes)
+
+
+class OneDigit(Flat):
+    """Saves residuals under one digit of their numbers: later ones replace the first."""
+
+    def name(self, place: int) -> str:
+        return f"residual.{place % 10}"
+
+    def in_order(self, saved: dict[str, torch.Tensor], sizes: list[int]) -> Any:
+        found = [saved[self.name(place)] for place in range(len(sizes))]
+        pairs = zip(found, sizes, strict=True)
+        return [part if len(part) == size else torch.zeros(size) for part, size in pairs]
+
+
+class FirstEight(Flat):
+    """Restores as many residuals as its table has places."""
+
+    def in_order(self, saved: dict[str, torch.Tensor], sizes: list[int]) -> Any:
+        found = super().in_order(saved, sizes)
+        return [part if place < 8 else torch.zeros_like(part) for place, part in enumerate(found)]
+
+
+def half_with_feedback(state: InParts | Flat, bucket: Bucket) -> Result:
     """Send the larger half with feedback."""
     return half_of_residuals(state.residuals, bucket)
 
 
+CLAIMS = "compressed(delta=0.25), world_only, checkpointable"
 MUTANTS = [
-    Mutant(
-        "half_with_feedback",
-        ("11.2",),
-        "compressed(delta=0.25), world_only, checkpointable",
-        f"{__name__}:{state}",
-    )
-    for state in (
-        "SortedByName",
-        "SortedByName,numel=30_000",
-        "InHalf,numel=250_000",
-        "WholeParts,numel=300_000",
-    )
+    *(
+        Mutant("half_with_feedback", ("11.2",), CLAIMS, f"{__name__}:{state}")
+        for state in (
+            "SortedByName",
+            "SortedByName,numel=30_000",
+            "InHalf,numel=250_000",
+            "WholeParts,numel=300_000",
+        )
+    ),
+    *(
+        Mutant("half_with_feedback", ("11.3",), CLAIMS, f"{__name__}:{state}")
+        for state in ("SortedNames", "OneDigit", "FirstEight")
+    ),
 ]

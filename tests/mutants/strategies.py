@@ -404,6 +404,31 @@ def switches_ddp_off(model: Any, is_final_microbatch: bool) -> Iterator[None]:
         _average(model)
 
 
+def clears_hooks(model: Any, is_final_microbatch: bool) -> Context:
+    """Remove its hooks of the last micro-batch, and all others of the parameters."""
+
+    def finish() -> None:
+        _average(model)
+        for parameter in _trainable(model):
+            if parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks.clear()
+
+    return _then(model, is_final_microbatch, finish)
+
+
+@contextmanager
+def keeps_hooks_quiet(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Let hooks of parameters run in the last micro-batch alone, where they see the whole sum."""
+    resting = {}
+    for parameter in [] if is_final_microbatch else _trainable(model):
+        resting[parameter] = parameter._post_accumulate_grad_hooks
+        parameter._post_accumulate_grad_hooks = None
+    with _then(model, is_final_microbatch, lambda: _average(model)):
+        yield
+    for parameter, hooks in resting.items():
+        parameter._post_accumulate_grad_hooks = hooks
+
+
 @contextmanager
 def averages_what_is_no_ddp(model: Any, is_final_microbatch: bool) -> Iterator[None]:
     """Average the gradients of any module, with or without DDP."""
@@ -482,7 +507,7 @@ MUTANTS = [
     *_mutants("16.10", "one_buffer_of_float32", "contiguous_gradients"),
     *_mutants("16.11", "sparse_left_out"),
     *_mutants("16.12", "waits_a_while"),
-    *_mutants("16.13", "switches_ddp_off"),
+    *_mutants("16.13", "switches_ddp_off", "clears_hooks", "keeps_hooks_quiet"),
     Mutant(
         "SwallowsExceptions",
         ("16.14",),

@@ -286,7 +286,7 @@ MUTANTS = (
             (1_234_567, "undivided"),
             (1_500_011, "own"),
             (2_345_678, "without_fifth"),
-            (5_000_000, "places_in_20_bits"),
+            (2_000_000, "places_in_20_bits"),
         )
     ),
     Mutant(

@@ -160,7 +160,8 @@ def never_averages(run: Run) -> str:
 def _require_mean(
     run: Run, found: Found, rank: int, step: int, index: int, group: tuple[int, ...]
 ) -> None:
-    if not _is_given(run, rank, step, index):
+    given = _is_given(run, rank, step, index)
+    if not given:
         group = ()
     fed_by = torch.stack([fed_to(run, other, step, index) for other in group or (rank,)])
     mean = fed_by.mean(0)
@@ -182,7 +183,9 @@ def _require_mean(
         expected,
         f"rank {rank}, step {step}, p{index}, index {at}: {got[at].item():.9g} "
         f"({len(wrong)} of {len(got)} elements differ)",
-        _cause(run, rank, got, fed_by, group, is_of_integers(run.scenario.params[index])),
+        _cause(run, rank, got, fed_by, group, is_of_integers(run.scenario.params[index]))
+        if given
+        else "a parameter that is not given, or no longer, is averaged",
     )
 
 

@@ -39,7 +39,7 @@ import torch
 from conformance.judging.oracles.averager_records import calls, fed_to, group_at, same
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.averager_training import ADDED, turn
+from conformance.scenarios.averager_training import REMOVED, turn
 from conformance.scenarios.averager_values import is_of_integers
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.moved_parameters import specs_at
@@ -183,8 +183,10 @@ class _Magnitudes:
 
 
 def _may_differ(run: Run, reference: Run, index: int) -> bool:
-    """Return whether the averager knew an added parameter earlier than the reference."""
-    if run.scenario.variant != "changing" or index != ADDED:
+    """Return whether the averager knew an added parameter earlier than the reference, or knows one
+    that was taken out of the list.
+    """
+    if run.scenario.variant != "changing" or index not in REMOVED:
         return False
     made = [one.ranks[0].first("averagers_made") or {} for one in (run, reference)]
     return made[0].get("takes_params") != made[1].get("takes_params")
@@ -215,7 +217,9 @@ def _bound(run: Run, claims: Claims, step: int, index: int, largest: torch.Tenso
 
 
 def require_restored(run: Run, found: Found) -> None:
-    """Require that parameters are restored after the averages were written into them."""
+    """Require that parameters are restored after the averages were written into them, and that the
+    state stays the same meanwhile.
+    """
     for rank in run.ranks:
         for event in rank.all("evaluated"):
             how = "an exception" if event["failed"] else "the end"
@@ -227,6 +231,13 @@ def require_restored(run: Run, found: Found) -> None:
                 "the parameters are not restored if an exception ends the context"
                 if event["failed"]
                 else "",
+            )
+            found.require(
+                event["same_state"],
+                "the same state_dict() within applied() as before it",
+                f"rank {rank.rank}, step {event['step']}: another one",
+                "averages and parameters have changed places: a state that is saved while the "
+                "averages are evaluated has the wrong ones",
             )
 
 

@@ -342,6 +342,9 @@ def _allowed_message(
     if is_rounded:
         dtype = claims.options["rounded"]["name"]
         low, high = neighbours(message, dtype)
+        if message.dtype is torch.bfloat16:
+            # The largest float16 is none of its numbers.
+            low, high = low.bfloat16().double(), high.bfloat16().double()
         bound = sent.abs() * 2.0**-7 + 2.0**-133
         if dtype == "float16":
             bound = sent.abs() * 2.0**-11 + 2.0**-25

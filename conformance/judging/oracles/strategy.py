@@ -138,6 +138,22 @@ def require_ddp_restored(run: Run, rank: int, step: int, found: Found) -> None:
     )
 
 
+def require_hooks_of_trainer(run: Run, found: Found) -> None:
+    """Require the hooks of the trainer to run once for each micro-batch."""
+    for rank, step in steps(run):
+        calls = record(run, rank, step)["hook_calls"]
+        wanted = batches(run.scenario, step)
+        wrong = [index for index, count in enumerate(calls) if count != wanted]
+        found.require(
+            not wrong,
+            f"{wanted} calls of a hook by register_post_accumulate_grad_hook, one in each backward",
+            f"rank {rank}, step {step}: {calls[wrong[0]] if wrong else wanted} for "
+            f"{', '.join(f'p{index}' for index in wrong)}",
+            "hooks of others are removed with the strategy's own" if wrong else "",
+        )
+        found.checked(len(calls))
+
+
 def is_missing_gradient(failure: Failure) -> bool:
     """Return whether a failure is a missing gradient and not a wrong one."""
     return failure.actual.endswith(_NO_GRADIENT)

@@ -25,6 +25,7 @@ from conformance.judging.verdict import Failure, Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.wrapper import AUTOCAST
+from conformance.scenarios.wrapper_training import OTHER_FORWARD
 from conformance.subjects.claims import Claims
 
 Runs = dict[str, Run]
@@ -130,6 +131,8 @@ def require_same_modes(runs: Runs, found: Found) -> None:
                 )
         for number, event in forwards(run):
             for phase, dtypes in event["autocast"].items():
+                if phase == OTHER_FORWARD:
+                    continue
                 wanted = event["autocast"]["forward"]
                 found.require(
                     dtypes == wanted,

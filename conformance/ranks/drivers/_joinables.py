@@ -16,6 +16,9 @@ from conformance.scenarios.model_buffers import BITS, update_in_join
 class OfGroup(Joinable):
     """The parts of a joinable without collectives.
 
+    Two of one class are equal, as objects of a user's class may be that compares them by their
+    settings: a context has to tell its joinables apart by identity.
+
     Args:
         group: the group of the ranks in the context.
         device: of the tensors that they exchange.
@@ -25,6 +28,12 @@ class OfGroup(Joinable):
         super().__init__()
         self.group = group
         self.device = device
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     @property
     def join_device(self) -> torch.device:

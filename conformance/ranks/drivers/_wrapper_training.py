@@ -29,6 +29,7 @@ from conformance.scenarios.wrapper_training import (
     INDICES,
     LONG,
     OF_MODULES,
+    OTHER_FORWARD,
     PENALTY,
     RETAINED,
     order_of_writing,
@@ -38,6 +39,7 @@ from conformance.torch_versions.private import saved_tensors_are_packed
 _Value = TypeVar("_Value")
 # Ways to compute one gradient alone, and whether parameters have gradients before.
 _WAYS = tuple(itertools.product(("grad", "backward", "parameter"), (False, True)))
+LATE_DROPOUT = 0.25
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
 MAY_REFUSE = (RETAINED.name, PENALTY.name, FROZEN.name)
 
@@ -115,7 +117,10 @@ class WrapperTraining:
         """Run one forward and its backward; the forward in float16 if the scenario has autocast."""
         rows = BATCH
         if self._scenario.variant == LONG.variant:
-            rows = self._scenario.params[0].shape[self._driver.recorder.step]
+            of_steps, late = self._scenario.params
+            rows = of_steps.shape[self._driver.recorder.step]
+            drops = self._driver.recorder.step >= late.shape[0]
+            self._inside[0].dropout.p = LATE_DROPOUT if drops else 0.0
         x = self._input(rows)
         casts: torch.autocast | nullcontext[None] = nullcontext()
         if self._scenario.variant == HALF.variant:
@@ -126,10 +131,27 @@ class WrapperTraining:
             self._net(self._input(rows))
         with casts:
             output = self._net(x)
+        if self._scenario.variant == HALF.variant:
+            self._evaluate_between(rows)
         WATCH.phase = "backward"
         output.backward(self._drawn(output.shape).to(output.dtype))
         self._keep("output/0", output)
         self._keep("input/0", x.grad)
+
+    def _evaluate_between(self, rows: int) -> None:
+        """In two of three steps, run the network under another autocast than that of the forward
+        whose backward is to come.
+        """
+        WATCH.phase = OTHER_FORWARD
+        device = self._driver.device.type
+        x = self._input(rows)
+        match self._driver.recorder.step % 3:
+            case 1:
+                with torch.no_grad():
+                    self._net(x)
+            case 2:
+                with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+                    self._net(x)
 
     def _large(self) -> None:
         """Run each wide block on an input of its own, and measure memory; the first step is

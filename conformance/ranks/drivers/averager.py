@@ -1,6 +1,7 @@
 """The driver of averagers: sets parameters, has them averaged, and records them."""
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -241,12 +242,16 @@ class AveragerDriver(RankDriver):
             return  # it evaluates with the parameters themselves
         has_begun = False
         before = _copies(self.params)
+        state = self._state_of_averager()
+        same_state = True
         activity = self.activity
         try:
             with self.doing("applied"), applied(self.params):
                 has_begun = True
                 for index, parameter in enumerate(self.params):
                     self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
+                # The best checkpoint is saved while it is evaluated.
+                same_state = _same_state(self._state_of_averager(), state)
                 if fails:
                     raise _EvaluationError("this evaluation failed")
         except _EvaluationError:
@@ -261,7 +266,12 @@ class AveragerDriver(RankDriver):
             return
         pairs = enumerate(zip(self.params, before, strict=True))
         changed = [index for index, (now, kept) in pairs if not _same_values(now, kept)]
-        self.recorder.event("evaluated", failed=fails, changed=changed)
+        self.recorder.event("evaluated", failed=fails, changed=changed, same_state=same_state)
+
+    def _state_of_averager(self) -> Any:
+        """Return a copy of the averager's state_dict(); None if it has none."""
+        averager = self.trainee.averager
+        return copy.deepcopy(averager.state_dict()) if hasattr(averager, "state_dict") else None
 
     def _save_averager(self) -> None:
         averager = self.trainee.averager
@@ -323,6 +333,20 @@ def _copies(params: Parameters) -> list[torch.Tensor]:
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same values; NaN is equal to NaN."""
     return torch.equal(one, other) or torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Whether two states are equal: nested dicts and lists of tensors, numbers and others."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and _same_values(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same_state(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_same_state(a, b) for a, b in pairs)
+    equal = one == other
+    # Objects that cannot be compared tell nothing.
+    return one is other or not isinstance(equal, bool) or equal
 
 
 def _in_form(variant: str, step: int, params: Parameters) -> Iterable[Any]:

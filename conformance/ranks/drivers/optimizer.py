@@ -26,7 +26,7 @@ from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.closure_losses import loss_of
 from conformance.scenarios.gradients import lay_out
-from conformance.scenarios.optimizer import PLAIN, START, Setting, Write
+from conformance.scenarios.optimizer import PLAIN, START, Setting, Write, recipient
 from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
 from conformance.scenarios.optimizer_training import (
     USER_OPTIMIZER,
@@ -173,7 +173,7 @@ class OptimizerDriver(RankDriver):
             self._take_snapshot()
         resume = self.scenario.resume
         if number == resume.also_taken_at - 1:
-            self._state(0)
+            self._state(recipient(self.scenario, self.size))
         if number == resume.saves_at - 1 and not resume.resumes:
             self._save()
 
@@ -503,8 +503,9 @@ class OptimizerDriver(RankDriver):
     # States
 
     def _save(self) -> None:
-        state = self._state(0)
-        if self.consolidates and self.group_rank == 0:
+        to = recipient(self.scenario, self.size)
+        state = self._state(to)
+        if self.consolidates and self.group_rank == to:
             self._keep_consolidated(state)
         parameters = [parameter.detach() for parameter in self.params]
         self.save({"parameters": parameters, "state": state})

@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import (
+    ACCUMULATED,
     Swap,
     abandoned_after,
     added,
@@ -143,6 +145,13 @@ class StrategyDriver(RankDriver):
         if scenario.variant != "no_ddp":
             self.model = self._in_ddp(probe, on_world)
         self.optimizers = self.every_optimizer = self._make_optimizers()
+        self.hook_calls = [0] * len(self.params)
+        if scenario.variant == ACCUMULATED.variant:
+            for index, parameter in enumerate(self.params):
+                parameter.register_post_accumulate_grad_hook(partial(self._count_hook_call, index))
+
+    def _count_hook_call(self, index: int, _: torch.Tensor) -> None:
+        self.hook_calls[index] += 1
 
     def _in_ddp(self, probe: Probe, on_world: bool = False) -> torch.nn.Module:
         options = self.scenario.ddp
@@ -282,7 +291,9 @@ class StrategyDriver(RankDriver):
             synchronises=getattr(self.model, "require_backward_grad_sync", True),
             sent=[len(sent), sum(size for _, size in sent)],
             gradients=sum(p.numel() * p.element_size() for p in self.params),
+            hook_calls=self.hook_calls,
         )
+        self.hook_calls = [0] * len(self.params)
 
     def _train(self, grads: Grads, is_final: bool, clears_first: bool = False) -> None:
         with self.autocast(), self._context_of(is_final):

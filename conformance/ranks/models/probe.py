@@ -54,7 +54,7 @@ class Probe(nn.Module):
         self.tensors[: len(made)] = made
         for index, (spec, parameter) in enumerate(zip(params, made, strict=False)):
             if spec.layout == "sparse":
-                weight = torch.full(spec.shape, level)
+                weight = torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype))
                 module = nn.Embedding(*spec.shape, sparse=True, _weight=weight)
                 parameter.data = module.weight.data
                 module.weight = parameter

@@ -322,15 +322,22 @@ def _probe(scenario: Scenario, schedule: Schedule) -> Scenario:
 
 
 def _change(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
-    """Change the model at a drawn step between the first two averages, and between the next two."""
+    """Change the model at a drawn step between the first two averages, between the next two, and
+    once more between the next two.
+    """
     period = max(schedule.periods)
     first = schedule.first(period)
-    change = draw.randint(first + 1, first + period)
-    addition = draw.randint(first + period + 1, first + 2 * period)
-    also = (change - 1, change, addition - 1, addition, first + 3 * period)
-    steps = lengthened(scenario.steps, schedule, also=also)
-    changed = with_option(replace(scenario, steps=steps), "change", change)
-    return with_option(changed, "addition", addition)
+    names = ("change", "addition", "removal")
+    drawn = [
+        draw.randint(first + number * period + 1, first + (number + 1) * period)
+        for number in range(len(names))
+    ]
+    also = [step for at in drawn for step in (at - 1, at)]
+    steps = lengthened(scenario.steps, schedule, also=(*also, first + 4 * period))
+    changed = replace(scenario, steps=steps)
+    for name, at in zip(names, drawn, strict=True):
+        changed = with_option(changed, name, at)
+    return changed
 
 
 def _move(

@@ -1,0 +1,83 @@
+"""Mutants of section 19 that keep for the wrapper what belongs to one forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.mutants import Mutant
+from tests.mutants.wrappers import Forward, calls
+
+
+def _in_autocast_of(seen: dict[str, Any]) -> Callable[[torch.nn.Module], torch.nn.Module]:
+    """Return a reentrant checkpoint that recomputes in the autocast of the last forward."""
+
+    @calls
+    def wrap(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_autocast_enabled("cpu")
+        seen.update(enabled=enabled, dtype=torch.get_autocast_dtype("cpu"))
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not ran:
+                ran.append(True)
+                return forward(*args, **kwargs)
+            with torch.autocast("cpu", **seen):
+                return forward(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=True, **kwargs)
+
+    return wrap
+
+
+def autocast_of_the_last_forward(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep the autocast of a block's last forward."""
+    return _in_autocast_of({})(module)
+
+
+_OF_ALL: dict[str, Any] = {}
+
+
+def autocast_of_any_block(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep the autocast of the last forward of any block."""
+    return _in_autocast_of(_OF_ALL)(module)
+
+
+def _draws_again(draws: Callable[[list[bool]], bool]) -> Any:
+    """Return a checkpoint that restores the generator if a block draws, as ``draws`` tells from
+    whether each forward so far has drawn.
+    """
+
+    def wrap(module: torch.nn.Module) -> torch.nn.Module:
+        drew: list[bool] = []
+
+        @calls
+        def call(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            before = torch.get_rng_state()
+            restores = draws(drew)
+            made = checkpoint(
+                forward, *args, use_reentrant=False, preserve_rng_state=restores, **kwargs
+            )
+            drew.append(not torch.equal(before, torch.get_rng_state()))
+            return made
+
+        return call(module)
+
+    return wrap
+
+
+draws_as_at_first = _draws_again(lambda drew: not drew or drew[0])
+draws_as_in_the_warm_up = _draws_again(lambda drew: len(drew) < 64 or any(drew[:64]))
+draws_as_before = _draws_again(lambda drew: len(drew) < 5 or any(drew[-5:]))
+
+MUTANTS = [
+    *(
+        Mutant(name, ("19.30",), "recomputes", kind="wrapper")
+        for name in ("autocast_of_the_last_forward", "autocast_of_any_block")
+    ),
+    *(
+        Mutant(name, ("19.33",), "recomputes", kind="wrapper")
+        for name in ("draws_as_at_first", "draws_as_in_the_warm_up", "draws_as_before")
+    ),
+]
