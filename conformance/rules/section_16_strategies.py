@@ -339,7 +339,7 @@ def without(run: Run, claims: Claims, found: Found) -> None:
         require_ddp_restored(run, rank, step, found)
     if run.scenario.name == WITHOUT.name:
         require_means(run, found)
-    else:
+    if run.scenario.variant == ACCUMULATED.variant:
         require_hooks_of_trainer(run, found)
 
 

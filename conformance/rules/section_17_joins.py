@@ -79,8 +79,8 @@ def even(run: Run, claims: Claims, found: Found) -> None:
     on=(PLAIN,),
     needs=("17.1",),
     source=f"{GENERIC}, notify_join_context: before the collectives of each iteration",
-    remedy="Join.notify_join_context(self) as the first line of the function that takes a step, "
-    "not in a part of it that runs twice",
+    remedy="torch's Join.notify_join_context(self) as the first line of the function that takes a "
+    "step, not in a part of it that runs twice: the kit runs joinables in torch's context",
 )
 def notifies(run: Run, claims: Claims, found: Found) -> None:
     """In every step a joinable calls ``Join.notify_join_context(self)`` once, before its first

@@ -71,6 +71,7 @@ def large(run: Run, claims: Claims, found: Found) -> None:
     "Calls after special values are right",
     on=(RECOVERING, RECOVERING_HALF),
     owns=(RECOVERING, RECOVERING_HALF),
+    refusable=(RECOVERING_HALF,),
     needs=("18.1", "18.2", "18.3", "18.14"),
     since="1.2",
     source="the definition of the claimed format; IEEE 754; Karimireddy et al., ICML 2019: error "
@@ -83,9 +84,10 @@ def recovery(run: Run, claims: Claims, found: Found) -> None:
     spoil their own block at most, and do not arrive as finite numbers; ordinary values arrive as
     before in the next calls.
 
-    After NaN and infinities this holds for messages of float16 and bfloat16, too. A claim without
-    blocks lets a NaN spoil all that the rank sends in that call. With error feedback, bounds are
-    those of the call and of the errors that earlier calls have kept.
+    After NaN and infinities this holds for messages of float16 and bfloat16, too, unless an error
+    on every rank refuses these. A claim without blocks lets a NaN spoil all that the rank sends in
+    that call. With error feedback, bounds are those of the call and of the errors that earlier
+    calls have kept.
     """
     require_recovery(run, claims, found)
 

@@ -96,6 +96,11 @@ def failed_run_name(judgement: Judgement) -> str:
     return next((name for name, run in judgement.runs.items() if run["verdict"] == verdict), "")
 
 
+_OF_THE_KIT = (
+    "nothing in the subject, which this rule has not judged: report the kit error with report.json"
+)
+
+
 def remedy_of(rule: Rule, judgement: Judgement) -> str:
     """Return the advice on a failed rule.
 
@@ -104,6 +109,8 @@ def remedy_of(rule: Rule, judgement: Judgement) -> str:
     """
     is_about_broken_runs = bool(rule.blamed_for) or _LEFT_OUT in rule.remedy
     first = next(iter(judgement.failures), None)
+    if judgement.verdict is Verdict.KIT_ERROR:
+        return _OF_THE_KIT
     if first and BEFORE_ITS_CALLS in first.actual:
         return _SET_UP if is_about_broken_runs else f"{_SET_UP}; then {rule.remedy}"
     if first and first.evidence and not is_about_broken_runs:

@@ -118,9 +118,14 @@ class FirstEight(Flat):
         return [part if place < 8 else torch.zeros_like(part) for place, part in enumerate(found)]
 
 
-def half_with_feedback(state: InParts | Flat, bucket: Bucket) -> Result:
+def half_with_feedback(state: InParts, bucket: Bucket) -> Result:
     """Send the larger half with feedback."""
     return half_of_residuals(state.residuals, bucket)
+
+
+def eighth_with_feedback(state: Flat, bucket: Bucket) -> Result:
+    """Send the largest eighth with feedback."""
+    return half_of_residuals(state.residuals, bucket, one_in=8)
 
 
 CLAIMS = "compressed(delta=0.25), world_only, checkpointable"
@@ -135,7 +140,12 @@ MUTANTS = [
         )
     ),
     *(
-        Mutant("half_with_feedback", ("11.3",), CLAIMS, f"{__name__}:{state}")
+        Mutant(
+            "eighth_with_feedback",
+            ("11.3",),
+            "compressed(delta=0.125), world_only, checkpointable",
+            f"{__name__}:{state}",
+        )
         for state in ("SortedNames", "OneDigit", "FirstEight")
     ),
 ]

@@ -57,13 +57,17 @@ def residuals_saved_without_scale(state: SavesUnscaled, bucket: Bucket) -> Resul
     return half_of_residuals(state.residuals, bucket)
 
 
-def half_of_residuals(residuals: dict[Key, torch.Tensor], bucket: Bucket) -> Result:
-    """Average the larger half of each parameter's gradient and residual, and keep the rest."""
+def half_of_residuals(
+    residuals: dict[Key, torch.Tensor], bucket: Bucket, one_in: int = 2
+) -> Result:
+    """Average the largest elements of each parameter's gradient and residual, one in two or in
+    more, and keep the rest.
+    """
     if not is_dense(bucket):
         return average(bucket, None)
     for key, piece in zip(_keys(bucket), pieces_of(bucket), strict=True):
         value = piece + residuals.get(key, 0)
-        places = value.abs().topk((value.numel() + 1) // 2).indices
+        places = value.abs().topk(-(-value.numel() // one_in)).indices
         sent = torch.zeros_like(value).index_copy_(0, places, value[places])
         residuals[key] = finite(value - sent)
         piece.copy_(sent)

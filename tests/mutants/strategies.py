@@ -421,12 +421,13 @@ def keeps_hooks_quiet(model: Any, is_final_microbatch: bool) -> Iterator[None]:
     """Let hooks of parameters run in the last micro-batch alone, where they see the whole sum."""
     resting = {}
     for parameter in [] if is_final_microbatch else _trainable(model):
-        resting[parameter] = parameter._post_accumulate_grad_hooks
-        parameter._post_accumulate_grad_hooks = None
+        if hooks := parameter._post_accumulate_grad_hooks:
+            resting[parameter] = dict(hooks)
+            hooks.clear()
     with _then(model, is_final_microbatch, lambda: _average(model)):
         yield
     for parameter, hooks in resting.items():
-        parameter._post_accumulate_grad_hooks = hooks
+        parameter._post_accumulate_grad_hooks.update(hooks)
 
 
 @contextmanager

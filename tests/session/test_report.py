@@ -318,6 +318,14 @@ def test_a_broken_run_gets_advice_on_broken_runs_first(made: Made) -> None:
     )
 
 
+def test_a_kit_error_gets_no_advice_on_the_subject(made: Made) -> None:
+    session = made()
+    (broken,) = of_verdict(Verdict.KIT_ERROR, ["2.2"], "{run}: the rule itself failed")
+    text = failure_text(session, session.rules["2.2"], broken)
+    assert session.rules["2.2"].remedy not in text
+    assert "  Look at:      nothing in the subject, which this rule has not judged" in text
+
+
 def test_the_first_cause_comes_first_and_the_summary_fits_a_screen(made: Made) -> None:
     session = made()
     numbers = [one for one in session.judgements if session.rules[one].level == MUST]

@@ -82,9 +82,13 @@ class StrategyDriver(RankDriver):
         aside = SetAside()
         # DDP's buckets, and the flat buffers of a trainer, are written in every step.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
+        half = len(self.scenario.steps) // 2
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
-            if is_free and clears(self.scenario, step):
+            if step == half:
+                # From here on nobody keeps gradients: new ones may get the memory of old ones.
+                aside = SetAside()
+            elif is_free and clears(self.scenario, step) and step < half:
                 aside.take(self.params)
             self._step(step, kind)
             if changed := aside.changed():
