@@ -167,6 +167,16 @@ def _callable(hook: Any, option: str) -> Any:
     return hook
 
 
+def _require_no_factory(hook: Any, option: str) -> None:
+    """Raise an error if a hook takes what factories take, and no bucket."""
+    names = [parameter.name for parameter in _parameters_of(hook)]
+    if names and all(_canonical(name) in CONTEXT_NAMES for name in names):
+        raise TargetError(
+            f"{option} takes ({', '.join(names)}), and not (state, bucket): if it makes a hook, "
+            f"call it: {option}()"
+        )
+
+
 def make_state(state: Any, context: Context) -> Any:
     """Return the state: a context value by name, the result of a factory, or the object itself."""
     if isinstance(state, str) and state in CONTEXT_NAMES:
@@ -233,6 +243,8 @@ def describe(spec: SubjectSpec) -> dict[str, Any]:
     if isinstance(resolved.hook, Factory) and not resolved.hook.needs_context():
         # It can be called here too, so that its errors show before any rank starts.
         make_hook(resolved, {}, f"--hook {spec.hook}")
+    elif inspect.isroutine(resolved.hook):
+        _require_no_factory(resolved.hook, f"--hook {spec.hook}")
     function = resolved.function
     # The code may lie in another module than the one that the target names.
     while isinstance(function, functools.partial):

@@ -95,6 +95,8 @@ class SortedNames(Flat):
     """Joins the residuals in the order of their names, in which 10 comes before 2."""
 
     def in_order(self, saved: dict[str, torch.Tensor], sizes: list[int]) -> Any:
+        if not saved:
+            return []
         return torch.cat([saved[name] for name in sorted(saved)]).split(sizes)
 
 
