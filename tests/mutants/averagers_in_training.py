@@ -205,7 +205,7 @@ class RemembersTheTrainable(Averager):
 
 
 class _Plans(Averager):
-    """Keep the list of what is trained for as long as its key stays the same."""
+    """Keep the list of trained parameters for as long as its key stays the same."""
 
     def __init__(self, period=4, warmup_steps=10, process_group=None):
         super().__init__(period, warmup_steps, process_group)
@@ -239,7 +239,7 @@ class PlansForShapes(_Plans):
 
 
 class _Grows(_Plans):
-    """Keep the list of what is trained, unless new parameters are among what is given."""
+    """Keep the list of trained parameters, unless new ones are given."""
 
     def is_new(self, trained):
         raise NotImplementedError
