@@ -27,7 +27,7 @@ DEFAULT_DTYPE = (
 AUTOCAST_OPERATIONS = (
     "torch documentation, Automatic Mixed Precision, of operations that autocast to half precision"
 )
-"""The source of what these rules say on autocast."""
+"""The source of the rules on autocast."""
 
 
 TOGETHER = (

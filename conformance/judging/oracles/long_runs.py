@@ -139,7 +139,7 @@ class LongRecord:
 
     @cached_property
     def drain(self) -> int:
-        """The first round of those at the end that empty residuals."""
+        """The first round at the end that empties residuals."""
         begin = self.feed.rounds
         while begin and self.drains(self.feed.places[begin - 1]):
             begin -= 1

@@ -29,11 +29,11 @@ a bucket in half of the steps, twice as large. But buckets of other sizes show h
 are off. Let e = <y, m> / ||m||**2 - 1, of a parameter that is a bucket by itself. From 2**18
 elements on, a parameter or an eighth of its rows is refused if both draws are off to the same side,
 by more than 0.7 and more than twice the largest |e| among the parameters of 1,000 to 2**18
-elements; there are 40 of these and more. A part that is not sent has e = -1, one that is not
+elements; there are 35 of these and more. A part that is not sent has e = -1, one that is not
 divided or is another rank's has 1 and more or -0.9. If elements are independent draws, e falls as
 the bucket grows: by n**(-1/4) for levels that are a share of the bucket's norm, and by n**(-1/2) if
-elements are left out. If whole buckets are left out, with the probability q, then none of 80 draws
-shows it and both of a large bucket do with a probability of (1 - q)**80 q**2, at most 8e-5.
+elements are left out. If whole buckets are left out, with the probability q, then none of 70 draws
+shows it and both of a large bucket do with a probability of (1 - q)**70 q**2, at most 1.1e-4.
 
 The last elements of the matrix cost next to nothing of its norm. The squares of all results
 together are therefore compared between windows of one length: 32 at drawn places beyond element
