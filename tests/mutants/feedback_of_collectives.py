@@ -1,4 +1,5 @@
-"""Mutants of rule 18.16 whose feedback is right as long as values have one scale.
+"""Mutants of rules 18.16 and 18.22: feedback that is right as long as values have one scale, or are
+float32.
 
 They send eight bits, in blocks with a scale each, and are made with ``func``, ``qtype`` and
 ``error_feedback``.
@@ -93,6 +94,36 @@ def of_float32_alone(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     )
 
 
+def _cleared(error: Tensor) -> Tensor:
+    return error.nan_to_num(0.0, 0.0, 0.0)
+
+
+def cleared_in_float32(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Clear errors that are not finite, of messages in float32 alone."""
+    return Feedback(
+        func, lambda error, sent, fed: _cleared(error) if sent.dtype == torch.float32 else error
+    )
+
+
+def cleared_in_bfloat16(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Clear errors that are not finite, but not those of float16."""
+    return Feedback(
+        func, lambda error, sent, fed: error if sent.dtype == torch.float16 else _cleared(error)
+    )
+
+
+def cleared_within_float16(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Keep the largest number of half precision as the error of an infinity."""
+
+    def keep(error: Tensor, sent: Tensor, fed: Tensor) -> Tensor:
+        if sent.dtype == torch.float32:
+            return _cleared(error)
+        largest = torch.finfo(sent.dtype).max
+        return torch.where(fed.isinf(), fed.sign() * largest, _cleared(error))
+
+    return Feedback(func, keep)
+
+
 def in_levels(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     """Keep errors in levels of a scale of the whole tensor, which the next call has another of."""
 
@@ -141,9 +172,9 @@ class ForgetsTheSum:
         return values
 
 
-def _named(name: str, func: str = "all_gather") -> Mutant:
+def _named(name: str, func: str = "all_gather", rule: str = "18.16") -> Mutant:
     target = f"{name},func={func},qtype=INT8,error_feedback=True"
-    return Mutant(target, ("18.16",), kind="collective")
+    return Mutant(target, (rule,), kind="collective")
 
 
 MUTANTS = [
@@ -156,4 +187,7 @@ MUTANTS = [
     _named("of_float32_alone", "scatter"),
     _named("in_levels", "scatter"),
     _named("ForgetsTheSum", "all_reduce"),
+    _named("cleared_in_float32", rule="18.22"),
+    _named("cleared_in_bfloat16", "all_to_all", "18.22"),
+    _named("cleared_within_float16", "scatter", "18.22"),
 ]
