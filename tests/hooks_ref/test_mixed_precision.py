@@ -141,7 +141,7 @@ def test_every_dtype_in_one_model(pool: Pool, dtype: str) -> None:
 
 def test_a_sparse_bucket_is_averaged_in_its_own_dtype(pool: Pool) -> None:
     # float16 holds the crafted values of the dense bucket.
-    what = replace(SPARSE, steps=("crafted",) * 3)
+    what = replace(SPARSE, steps=("crafted",) * 3, groups=())
     require_same_bits(
         reduced(pool, what, "float16"), run_hook(pool, what, hook="hooks_ref:allreduce_hook")
     )
