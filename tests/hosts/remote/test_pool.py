@@ -247,14 +247,14 @@ def test_an_interrupted_session_certifies_nothing(
         attach=torchrun.endpoint,
         attach_wait=30.0,
         world_size="1,2",
-        rule=("2.1,2.4,1.8",),
+        rule=("2.1,2.4,8.4",),
     )
     with Session.of(options) as session:
         session.begin()
         session.judge("2.1")
         session.pool.wait = 0.0  # type: ignore[union-attr]
         killing = torchrun.once_inside(torchrun.agent.pid)
-        for number in ("2.4", "1.8"):
+        for number in ("2.4", "8.4"):
             session.judge(number)
         killing.join()
         conclusion = session.conclude()
@@ -263,9 +263,9 @@ def test_an_interrupted_session_certifies_nothing(
     assert verdicts(session) == {
         "2.1": Verdict.PASS,
         "2.4": Verdict.NOT_RUN,
-        "1.8": Verdict.NOT_RUN,
+        "8.4": Verdict.NOT_RUN,
     }
-    assert "it has not come back within 0 seconds" in session.judgements["1.8"].reason
+    assert "it has not come back within 0 seconds" in session.judgements["8.4"].reason
 
 
 def test_placement_and_environment_of_ranks() -> None:
