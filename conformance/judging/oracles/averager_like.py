@@ -39,7 +39,7 @@ import torch
 from conformance.judging.oracles.averager_records import calls, fed_to, group_at, same
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.averager_training import REMOVED, turn
+from conformance.scenarios.averager_training import ADDED, is_given, turn
 from conformance.scenarios.averager_values import is_of_integers
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.moved_parameters import specs_at
@@ -111,7 +111,7 @@ def require_like(
     for step in sorted({step for _, step in calls(run)}):
         for index in range(len(run.scenario.params)):
             largest = magnitudes.after(step, index)
-            if _may_differ(run, reference, index):
+            if _may_differ(run, reference, step, index):
                 continue
             bound = _bound(run, claims, step, index, largest)
             for rank in run.ranks:
@@ -182,11 +182,13 @@ class _Magnitudes:
         self._largest[key] = finite if before is None else torch.maximum(before, finite)
 
 
-def _may_differ(run: Run, reference: Run, index: int) -> bool:
+def _may_differ(run: Run, reference: Run, step: int, index: int) -> bool:
     """Return whether the averager knew an added parameter earlier than the reference, or knows one
     that was taken out of the list.
     """
-    if run.scenario.variant != "changing" or index not in REMOVED:
+    if run.scenario.variant != "changing":
+        return False
+    if index != ADDED and is_given(run.scenario, step, index):
         return False
     made = [one.ranks[0].first("averagers_made") or {} for one in (run, reference)]
     return made[0].get("takes_params") != made[1].get("takes_params")

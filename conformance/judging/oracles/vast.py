@@ -63,7 +63,7 @@ from conformance.subjects.claims import CONTRACTION, FEEDBACK, Claims
 
 ROUNDING = 1e-6
 LARGE = 1 << 18  # elements of a bucket whose draws are compared with those of smaller ones
-_SMALLER = 1000  # elements that these have at least
+FEWEST = 1000  # elements that these have at least, and a parameter whose noise is judged
 OFF = 0.7  # of the mean
 _PARTS = 8  # of a large parameter
 ALIKE = 2.0  # the largest window, in units of the smallest one
@@ -131,13 +131,13 @@ def require_alike_sizes(run: Run, claims: Claims, found: Found) -> None:
     fed = _fed(run)
     steps = range(max(fed.step, claims.warmup), len(run.scenario.steps))
     numels = torch.tensor([math.prod(spec.shape) for spec in run.scenario.params])
-    is_smaller = (numels >= _SMALLER) & (numels < LARGE)
+    is_smaller = (numels >= FEWEST) & (numels < LARGE)
     parts = _parts(fed, numels)
     for rank in range(run.world):
         moments = [_moments(run, rank, step, "result", found) for step in steps]
-        along = torch.stack([one[:, :-1].mean(1) for one in moments if one is not None])
-        if len(along) < len(steps):
+        if found.failures:
             return
+        along = torch.stack([one[:, :-1].mean(1) for one in moments if one is not None])
         of_parameters = torch.stack(
             [
                 _by_parameter(one, fed, len(numels)) / _by_parameter(fed.means, fed, len(numels))
@@ -199,7 +199,7 @@ def require_noise(run: Run, claims: Claims, found: Found) -> None:
             means = _by_parameter(fed.means, fed, count)
             slack = ROUNDING * (squares.sqrt() + means.sqrt()).square()
             sizes = ((squares - 2 * along + means + slack).clamp(min=0) / numels).sqrt()
-            sizes[numels < _SMALLER] = torch.inf
+            sizes[numels < FEWEST] = torch.inf
             worst = int(sizes.argmin())
             shape = list(run.scenario.params[worst].shape)
             place = f"parameter {run.parameter_name(worst)} of {shape}"
