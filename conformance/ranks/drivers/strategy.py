@@ -45,6 +45,8 @@ from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 
 Grads = list[torch.Tensor | None]
 
+LONG_RUN = 100  # steps
+
 
 class StrategyDriver(RankDriver):
     """One rank that trains with a sync strategy.
@@ -82,13 +84,15 @@ class StrategyDriver(RankDriver):
         aside = SetAside()
         # DDP's buckets, and the flat buffers of a trainer, are written in every step.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
-        half = len(self.scenario.steps) // 2
+        # In the second half of a long run nobody keeps gradients: new ones may get the memory of
+        # old ones.
+        count = len(self.scenario.steps)
+        until = count // 2 if count >= LONG_RUN else count
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
-            if step == half:
-                # From here on nobody keeps gradients: new ones may get the memory of old ones.
+            if step == until:
                 aside = SetAside()
-            elif is_free and clears(self.scenario, step) and step < half:
+            elif is_free and clears(self.scenario, step) and step < until:
                 aside.take(self.params)
             self._step(step, kind)
             if changed := aside.changed():
