@@ -77,6 +77,12 @@ def _certify(target: str, *options: str) -> str:
     )
 
 
+def _tox(environment: str) -> str:
+    """Return the command of a gate. Its options replace the hook that it certifies by default."""
+    options = "--hook hooks_ref:allreduce_hook --world-size {worlds}"
+    return f"{{python}} -m tox -e {environment} -- {options}"
+
+
 @dataclass(frozen=True)
 class Stage:
     """Some commands with one purpose.
@@ -117,8 +123,8 @@ STAGES = (
         shares=True,
     ),
     Stage("mutants-on-gloo", ("{python} -m pytest tests/test_cuda.py -k 'is_refused and gloo'",)),
-    Stage("tox-nccl", ("{python} -m tox -e nccl -- --world-size {worlds}",), (0, 7), shares=True),
-    Stage("tox-gloo-cuda", ("{python} -m tox -e gloo-cuda -- --world-size {worlds}",), (0, 7)),
+    Stage("tox-nccl", (_tox("nccl"),), (0, 7), shares=True),
+    Stage("tox-gloo-cuda", (_tox("gloo-cuda"),), (0, 7)),
     # On one GPU, ranks that share it would time each other.
     Stage("hooks-beside-torchs", ("{python} benchmarks/on_cuda.py hooks --ranks {gpus}",)),
     Stage("cost-of-watch", ("{python} benchmarks/on_cuda.py watch --ranks {gpus}",)),
@@ -211,11 +217,16 @@ def multi_process_service() -> Iterator[None]:
     """Start NVIDIA's multi-process service, and stop it at the end."""
     os.makedirs(MPS_FOLDER, exist_ok=True)
     environment = {**os.environ, **MPS_VARIABLES}
+
+    def stop() -> None:
+        subprocess.run([MPS], input="quit\n", text=True, env=environment, check=False)
+
+    stop()  # a service that a run has left behind when it was stopped itself
     subprocess.run([MPS, "-d"], env=environment, check=True)
     try:
         yield
     finally:
-        subprocess.run([MPS], input="quit\n", text=True, env=environment, check=False)
+        stop()
 
 
 def run_stage(

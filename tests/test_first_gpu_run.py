@@ -74,7 +74,8 @@ def test_chosen_stages_are_run_again(script: Any, tmp_path: Path) -> None:
         commands, run = codes(lambda _: 0)
         assert script.main(["--folder", str(tmp_path), "--stages", "6"], lambda: 4, run) == 0
         [command] = commands
-        assert command.endswith("-m tox -e nccl -- --world-size 1,2,3,4")
+        hook = "--hook hooks_ref:allreduce_hook"  # options after -- replace the default one
+        assert command.endswith(f"-m tox -e nccl -- {hook} --world-size 1,2,3,4")
     with pytest.raises(SystemExit):
         script.main(["--folder", str(tmp_path), "--stages", "99"], lambda: 1, run)
 
@@ -102,7 +103,9 @@ def test_right_subjects_alone_share_gpus_by_the_service(
     (tmp_path / "mps").chmod(0o755)
     monkeypatch.setattr(script.subprocess, "run", without_input(script.subprocess.run))
     assert script.main(options, lambda: 1, run) == 0
-    assert (tmp_path / "said").read_text().split() == ["-d", "quit"]
+    assert (tmp_path / "said").read_text().split() == ["quit", "-d", "quit"], (
+        "a service left behind by a run that was stopped does not keep this one from its own"
+    )
     shared = [command for command in commands if "CUDA_MPS_PIPE_DIRECTORY" in command]
     assert any("powerSGD_hook" in command for command in shared)
     assert not any("is_refused" in command for command in shared)

@@ -57,13 +57,19 @@ def beside_the_peers() -> None:
     store.wait([f"beside/{meeting}/{rank}" for rank in range(dist.get_world_size())])
 
 
+def waits_at_last(bucket: Bucket) -> None:
+    """Give the collectives of a step some time, once: in each of its calls it would add up."""
+    beside_the_peers()
+    if bucket.is_last():
+        torch.cuda._sleep(LUCK)
+
+
 def reads_before_the_communication_is_done(state: Any, bucket: Bucket) -> Result:
     """Return a completed future of a buffer that the collective has yet to write."""
     in_step_at_first(state, bucket)
     buffer = bucket.buffer().div_(group_of(state).size())
     works.append(dist.all_reduce(buffer, group=group_of(state), async_op=True))
-    beside_the_peers()
-    torch.cuda._sleep(LUCK)
+    waits_at_last(bucket)
     return completed(buffer)
 
 
@@ -78,8 +84,7 @@ def reads_what_was_collected(state: Any, bucket: Bucket) -> Result:
         result.set_result(collected.value()[0].value()[0])
 
     torch.futures.collect_all([work.get_future()]).add_done_callback(read)
-    beside_the_peers()
-    torch.cuda._sleep(LUCK)
+    waits_at_last(bucket)
     return result
 
 

@@ -90,6 +90,7 @@ class Streams:
 
     def install(self) -> None:
         """Delay each stream that is entered, by any code, while communication is late."""
+        self._load()
         enter = torch.cuda.StreamContext.__enter__
 
         def entering(context: torch.cuda.StreamContext) -> Any:
@@ -127,12 +128,26 @@ class Streams:
         """Overwrite the memory that the hook has given back."""
         self._watching.__exit__(None, None, None)
         if self._late == "communication":
-            kinds = itertools.product(self._sizes, (torch.float32, torch.float16), range(BLOCKS))
-            blocks = [
-                torch.full((size,), torch.nan, dtype=dtype, device=self._device)
-                for size, dtype, _ in kinds
-            ]
-            del blocks
+            self._fill()
+
+    def _load(self) -> None:
+        """Run the kit's own kernels once, and take their memory.
+
+        The first launch of a kernel may wait for the whole device (CUDA programming guide, lazy
+        loading), and so may an allocation. In a delayed step everything would then be in time.
+        """
+        for stream in self._pool:
+            with torch.cuda.stream(stream):
+                busy_device(1)
+        self._fill()
+
+    def _fill(self) -> None:
+        kinds = itertools.product(self._sizes, (torch.float32, torch.float16), range(BLOCKS))
+        blocks = [
+            torch.full((size,), torch.nan, dtype=dtype, device=self._device)
+            for size, dtype, _ in kinds
+        ]
+        del blocks
 
 
 @contextlib.contextmanager
