@@ -226,7 +226,69 @@ def lists_a_module_once(model: Any, is_final_microbatch: bool) -> Context:
     return _stale(model, is_final_microbatch, inner, lambda: list(inner.parameters()))
 
 
+# ---- Gradients that are known by their addresses
+
+_last: dict[torch.nn.Parameter, Any] = {}
+_held: set[int] = set()
+
+
+def _averages_unknown(
+    model: Any, is_final: bool, place: Callable[[torch.Tensor], Any], is_known: Callable[..., bool]
+) -> Context:
+    """Average dense gradients unless they are known on every rank, and sparse ones always: right if
+    none is known.
+    """
+
+    def average() -> None:
+        params = _filled(model)
+        new = [p.grad.is_sparse or not is_known(p, place(p.grad)) for p in params]
+        flags = torch.tensor(new, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=model.process_group)
+        for parameter, flag in zip(params, flags.tolist(), strict=True):
+            if flag:
+                # A mean is no change of the gradient.
+                mean = _mean(parameter.grad.data, model.process_group)
+                parameter.grad = mean if mean.is_sparse else parameter.grad
+            if not parameter.grad.is_sparse:
+                _last[parameter] = place(parameter.grad)
+                _held.add(parameter.grad.data_ptr())
+
+    return _restored(model, is_final, average)
+
+
+def leaves_out_what_it_has_averaged(model: Any, is_final_microbatch: bool) -> Context:
+    """Take a gradient for the last mean if it has its address and its version."""
+    return _averages_unknown(
+        model,
+        is_final_microbatch,
+        lambda grad: (grad.data_ptr(), grad._version),
+        lambda parameter, place: _last.get(parameter) == place,
+    )
+
+
+def averages_an_address_once(model: Any, is_final_microbatch: bool) -> Context:
+    """Take a gradient at the address of the last mean for that mean."""
+    return _averages_unknown(
+        model,
+        is_final_microbatch,
+        lambda grad: grad.untyped_storage().data_ptr(),
+        lambda parameter, place: _last.get(parameter) == place,
+    )
+
+
+def remembers_addresses(model: Any, is_final_microbatch: bool) -> Context:
+    """Keep the addresses of all means, and leave out what lies there."""
+    return _averages_unknown(
+        model,
+        is_final_microbatch,
+        lambda grad: grad.data_ptr(),
+        lambda _, place: place in _held,
+    )
+
+
 MUTANTS = [
+    *_mutants("16.29", "leaves_out_what_it_has_averaged", "averages_an_address_once"),
+    *_mutants("16.29", "remembers_addresses"),
     *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
     *_mutants("16.10", "once_per_place", "whole_storages"),
     *_mutants(

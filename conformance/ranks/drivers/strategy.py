@@ -14,6 +14,7 @@ from conformance.ranks.drivers._set_aside import SetAside
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
+from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
@@ -54,6 +55,7 @@ class StrategyDriver(RankDriver):
     Attributes:
         strategy: the subject.
         model: the probe, under DDP unless the scenario does without.
+        probe: the model that gives the scenario's gradients.
         params: the probe's parameters.
         optimizers: the optimizers that the strategy may be given.
         every_optimizer: all optimizers of the model, which may take turns.
@@ -61,6 +63,7 @@ class StrategyDriver(RankDriver):
     """
 
     model: torch.nn.Module
+    probe: Probe
     params: list[torch.nn.Parameter]
     buffers: list[FlatBuffers]
     optimizers: list[torch.optim.Optimizer]
@@ -84,14 +87,15 @@ class StrategyDriver(RankDriver):
         aside = SetAside()
         # DDP's buckets, and the flat buffers of a trainer, are written in every step.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
-        # In the second half of a long run nobody keeps gradients: new ones may get the memory of
-        # old ones.
+        # In the second half of a long run nobody keeps gradients: new ones get the memory of old
+        # ones.
         count = len(self.scenario.steps)
         until = count // 2 if count >= LONG_RUN else count
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             if step == until:
                 aside = SetAside()
+                self.probe.memory = ReusedMemory()
             elif is_free and clears(self.scenario, step) and step < until:
                 aside.take(self.params)
             self._step(step, kind)
@@ -147,6 +151,7 @@ class StrategyDriver(RankDriver):
         scenario = self.scenario
         make = BufferedProbe if scenario.variant == "buffers" else Probe
         probe = make(scenario.params, scenario.initial_value, self.rank).to(self.device)
+        self.probe = probe
         self.params = probe.tensors
         self.model = probe
         self.buffers = self._flattened() if scenario.variant == "flat" else []
@@ -202,13 +207,11 @@ class StrategyDriver(RankDriver):
     def _swap(self, swap: Swap, step: int) -> None:
         """Put parameters in the place of others, if this is the step."""
         if step == swap.renewed_at:
-            probe = self.model.module
-            assert isinstance(probe, Probe)
             for index in swap.renewed:
                 # The list is the probe's own.
                 self.params[index] = torch.nn.Parameter(self.params[index].detach().clone())
-                probe.register_parameter(f"p{index}", self.params[index])
-            self.model = self._in_ddp(probe)
+                self.probe.register_parameter(f"p{index}", self.params[index])
+            self.model = self._in_ddp(self.probe)
             self.collectives.take_sent()
         if step in (swap.step, swap.renewed_at):
             absent = swap.unused(step)

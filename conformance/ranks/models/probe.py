@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import BITS, Update
@@ -25,13 +26,20 @@ class _Scripted(torch.autograd.Function):
     """A scalar zero whose gradient with respect to ``parameter`` is ``grad``."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        ctx.grad = grad
+    def forward(
+        ctx: Any,
+        parameter: torch.Tensor,
+        grad: torch.Tensor,
+        memory: ReusedMemory | None,
+        index: int,
+    ) -> torch.Tensor:
+        ctx.grad, ctx.memory, ctx.index = grad, memory, index
         return torch.zeros((), device=parameter.device)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.grad, None
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad = ctx.memory.copy_of(ctx.grad, ctx.index) if ctx.memory else ctx.grad
+        return grad, None, None, None
 
 
 class Probe(nn.Module):
@@ -43,10 +51,14 @@ class Probe(nn.Module):
         params: the parameters.
         level: the first value of all elements.
         rank: global rank.
+
+    Attributes:
+        memory: where gradients lie from the next forward on; None leaves that to torch's allocator.
     """
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__()
+        self.memory: ReusedMemory | None = None
         self.params = params
         made = parameters_apart(sum(spec.version_of < 0 for spec in params), rank)
         # A later version of a parameter is not there yet.
@@ -99,12 +111,15 @@ class Probe(nn.Module):
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         """Return a loss with these gradients; a parameter with None takes no part in it."""
         losses = []
-        for spec, parameter, grad in zip(self.params, self.tensors, grads, strict=True):
+        scripted = zip(self.params, self.tensors, grads, strict=True)
+        for index, (spec, parameter, grad) in enumerate(scripted):
             if grad is None or parameter is None:
                 continue
             if parameter.requires_grad and not spec.frozen:
                 part = grad / spec.uses if spec.uses > 1 else grad
-                losses += [_Scripted.apply(parameter, part) for _ in range(spec.uses)]
+                losses += [
+                    _Scripted.apply(parameter, part, self.memory, index) for _ in range(spec.uses)
+                ]
         return torch.stack(losses).sum()
 
 
