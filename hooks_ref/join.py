@@ -27,7 +27,7 @@ Manager" and "Generic Join Context Manager" (classes, arguments, order of hooks)
 import warnings
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,6 +116,8 @@ class Join:
         RuntimeError: a rank ran out of inputs, with ``throw_on_early_termination``.
     """
 
+    _entered: ClassVar[list["Join"]] = []  # the outermost first
+
     def __init__(
         self,
         joinables: list[Any],
@@ -142,14 +144,11 @@ class Join:
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._group = joinables[0].join_process_group
         self._device = joinables[0].join_device
-        self._before = [joinable._join_config for joinable in self._joinables]
+        # As in torch, the constructor does this too, for joinables that notify before __enter__.
         self._configure()
 
     def _configure(self) -> None:
-        """Write the context's settings into the joinables.
-
-        As in torch, the constructor does this too, for joinables that notify before ``__enter__``.
-        """
+        """Write the context's settings into the joinables."""
         for number, joinable in enumerate(self._joinables):
             joinable._join_config = type(joinable._join_config)(
                 self._enable, self._throw, number == 0
@@ -157,6 +156,7 @@ class Join:
 
     def __enter__(self) -> None:
         self._configure()
+        Join._entered.append(self)
 
     def __exit__(
         self,
@@ -164,10 +164,21 @@ class Join:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for joinable, before in zip(self._joinables, self._before, strict=True):
-            joinable._join_config = before
+        Join._entered.remove(self)
+        self._restore()
         if self._enable and kind is None:
             self._shadow()
+
+    def _restore(self) -> None:
+        """Give the joinables the settings of the contexts around this one.
+
+        Without one they are disabled. Settings that a joinable has before are no guide: they may
+        be those of a context that was made and has not been entered, or has ended.
+        """
+        for joinable in self._joinables:
+            joinable._join_config = type(joinable._join_config)(False, False, False)
+        for context in Join._entered:
+            context._configure()
 
     def _shadow(self) -> None:
         steps = 0

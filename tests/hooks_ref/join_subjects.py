@@ -108,6 +108,27 @@ def disabled(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
+def made_ahead(process_group: Any, rank: int) -> Case:
+    """Contexts that are made before another one is entered leave nothing behind, and one inside
+    another gives back its settings.
+    """
+    counter = Counter(process_group)
+
+    def check() -> None:
+        first, second = Join([counter]), Join([counter])
+        for context in (first, second):
+            with context:
+                assert counter._join_config.enable
+            assert not counter._join_config.enable
+        with first:
+            with Join([counter], enable=False):
+                assert not counter._join_config.enable
+            assert counter._join_config.enable
+        assert not counter._join_config.enable
+
+    return once(check)
+
+
 def throws(process_group: Any, rank: int) -> Case:
     """All ranks raise, those that still train in the step after the shortest."""
     counter = Counter(process_group)

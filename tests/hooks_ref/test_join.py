@@ -66,6 +66,10 @@ def test_torchs_joinables(pool: Pool, given: dict[str, Any]) -> None:
     run(pool, "trains", len(given["lengths"]), **given)
 
 
+def test_contexts_that_are_made_ahead(pool: Pool) -> None:
+    run(pool, "made_ahead", 1)
+
+
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="at least one"):
         hooks_ref.Join([])
