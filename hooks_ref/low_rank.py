@@ -300,10 +300,9 @@ def _by_parameter(
             plain.append(piece)
             continue
         place = shaped(piece, parameter)
-        matrix = place.new_zeros(n, m)
         error = None
         if state.use_error_feedback:
-            error = state.errors.get(key, matrix).to(piece)
+            error = state.errors[key].to(piece) if key in state.errors else place.new_zeros(n, m)
             state.errors[key] = error
             if error.shape != (n, m):
                 raise ValueError(
@@ -317,7 +316,8 @@ def _by_parameter(
             matrix = error if is_used else error.clone()
             clear_unused([matrix], flags)
         else:
-            matrix.view(place.shape).add_(place)
+            matrix = place.new_empty(n, m)
+            matrix.view(place.shape).copy_(place)
         matrices.append(_Matrix(key, matrix, place, error, state.q(key, m, rank, piece)))
     return matrices, plain
 
