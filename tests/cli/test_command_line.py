@@ -641,7 +641,7 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
 @pytest.mark.parametrize(
     ("hook", "rule", "deadline"),
     [
-        ("process:kills_parent", "1.5", PATIENT),
+        pytest.param("process:kills_parent", "1.5", PATIENT, marks=pytest.mark.rarely),
         pytest.param("process:prints_a_gigabyte", "9.7", PATIENT, marks=pytest.mark.rarely),
         pytest.param("process:exits_0", "1.5", PATIENT, marks=pytest.mark.rarely),
         # A short deadline only for the hook that hangs. It applies to the reference too, which has

@@ -155,6 +155,8 @@ def test_certified_across_two_machines_until_one_of_them_is_killed(tmp_path: Pat
         assert not (tmp_path / "never.json").exists()
 
 
+# Until TCP gives a machine up takes a minute.
+@pytest.mark.rarely
 def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
     with cluster(tmp_path, "--nproc-per-node=1") as there:
         (tmp_path / "hold").write_text("2")
