@@ -91,8 +91,7 @@ class WrapperTraining:
         driver = self._driver
         for parameter in self._parameters.values():
             parameter.grad = None
-        is_random = self._scenario.variant == INDICES.variant
-        drawn = process_state.TORCHS_GENERATORS if is_random else ()
+        drawn = process_state.TORCHS_GENERATORS if self._draws() else ()
         try:
             with driver.inside("forward and backward", drawn=drawn):
                 self._work()
@@ -111,16 +110,20 @@ class WrapperTraining:
             self._keep_gradients("")
         return True
 
+    def _draws(self) -> bool:
+        """Whether dropout of the kit's model draws in this step."""
+        if self._scenario.variant == LONG.variant:
+            return self._driver.recorder.step >= self._scenario.params[1].shape[0]
+        return self._scenario.variant == INDICES.variant
+
     # The work of a step, by the scenario's variant.
 
     def _plain(self) -> None:
         """Run one forward and its backward; the forward in float16 if the scenario has autocast."""
         rows = BATCH
         if self._scenario.variant == LONG.variant:
-            of_steps, late = self._scenario.params
-            rows = of_steps.shape[self._driver.recorder.step]
-            drops = self._driver.recorder.step >= late.shape[0]
-            self._inside[0].dropout.p = LATE_DROPOUT if drops else 0.0
+            rows = self._scenario.params[0].shape[self._driver.recorder.step]
+            self._inside[0].dropout.p = LATE_DROPOUT if self._draws() else 0.0
         x = self._input(rows)
         casts: torch.autocast | nullcontext[None] = nullcontext()
         if self._scenario.variant == HALF.variant:
