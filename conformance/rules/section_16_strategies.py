@@ -294,11 +294,16 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
     may_refuse=True,
     source="torch documentation, torch.nn.Embedding (sparse); composer.distributed leaves it to "
     "the backend",
-    remedy="sum sparse gradients by a collective of their own, or raise an error on every rank",
+    remedy="sum sparse gradients by a collective of their own, or raise an error on every rank; "
+    "add rows that come twice; divide by the number of all ranks",
 )
 def sparse(run: Run, claims: Claims, found: Found) -> None:
     """The gradient of a sparse embedding, with other rows used on each rank, is the mean; or an
-    error on every rank refuses it."""
+    error on every rank refuses it.
+
+    A row that is looked up twice comes twice, with a part of its values each, as from an
+    embedding's backward. In two of three steps a rank looks up no row.
+    """
     require_means(run, found)
 
 

@@ -261,16 +261,20 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     needs=("2.1", "2.7", "1.8"),
     source="pytorch#54747, pytorch#111422; torch's PowerSGD silently stops synchronising them",
     remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
-    "in 16 bits; values in a narrower dtype; another group than that of dense buckets",
+    "in 16 bits; values in a narrower dtype; another group than that of dense buckets; rows that "
+    "are written in place of being added; a divisor of the ranks that have rows",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an
     exception on every rank.
 
     One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16, and one has float64
-    values. Crafted values, and random ones, which no narrower dtype holds, are judged, on two
-    groups of ranks. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)`` all
-    elements of the large one have noise.
+    values. A row that is looked up twice comes twice, with a part of its values each, as from an
+    embedding's backward. In two of three steps a rank looks up no row.
+
+    Crafted values, and random ones, which no narrower dtype holds, are judged, on two groups of
+    ranks. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)`` all elements of
+    the large one have noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal"))
     if claims.fused and not found.failures:

@@ -2,7 +2,8 @@
 
 One of the small ones has float64 values. There are two models on two groups of ranks, since code
 for sparse gradients may use another group than the code for dense ones. Ranks use different rows of
-an embedding, and share some (``gradients.sparse_rows``).
+an embedding, and share some; a rank may use none (``gradients.sparse_rows``). One row comes twice,
+as from the backward of an embedding that has looked it up twice (``models/probe.py``).
 """
 
 import random

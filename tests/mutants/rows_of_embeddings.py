@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, completed, gather, group_of, is_dense
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+)
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,7 +74,66 @@ def last_row_is_padding(state: Any, bucket: Bucket) -> Result:
     return _gathered(state, bucket)
 
 
+# ---- Rows that are looked up twice, and ranks without any
+
+
+def _as_dense(
+    state: Any, bucket: Bucket, fill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+) -> Result:
+    """Average a sparse gradient as a dense one: right if ``fill(dense, rows, values)`` adds."""
+    if is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer()
+    dense = torch.zeros(own.shape, dtype=own.dtype)
+    fill(dense, own._indices()[0], own._values())
+    return average_of(dense, state).then(lambda future: future.value().to_sparse(1))
+
+
+def keeps_the_last_of_equal_rows(state: Any, bucket: Bucket) -> Result:
+    """Write rows to a dense tensor in place of adding them."""
+    return _as_dense(state, bucket, lambda dense, rows, values: dense.index_copy_(0, rows, values))
+
+
+def averages_equal_rows(state: Any, bucket: Bucket) -> Result:
+    """Average the values of a row that was looked up twice."""
+    return _as_dense(
+        state,
+        bucket,
+        lambda dense, rows, values: dense.index_reduce_(
+            0, rows, values, "mean", include_self=False
+        ),
+    )
+
+
+def _over_its_users(state: Any, bucket: Bucket, is_averaged: Callable[[int, int], bool]) -> Result:
+    """Divide a sparse gradient by the number of ranks that have a row, if it is averaged at all."""
+    if is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer().coalesce()
+    counts = gather(torch.tensor([len(own.values())]), state)
+    users = sum(int(count) > 0 for count in counts)
+    size = group_of(state).size()
+    if not is_averaged(users, size):
+        return completed(own)
+    dense = own.to_dense() * (size / max(1, users))
+    return average_of(dense, state).then(lambda future: future.value().to_sparse(1))
+
+
+def divides_by_its_users(state: Any, bucket: Bucket) -> Result:
+    """Divide the sum of sparse gradients by the number of ranks that have a row."""
+    return _over_its_users(state, bucket, lambda users, size: True)
+
+
+def leaves_out_what_some_do_not_use(state: Any, bucket: Bucket) -> Result:
+    """Leave each rank its own sparse gradient if a rank has no row."""
+    return _over_its_users(state, bucket, lambda users, size: users == size)
+
+
 MUTANTS = [
     Mutant(name, ("2.9",))
-    for name in ("rows_in_16_bits", "rows_in_bfloat16", "values_in_float16", "last_row_is_padding")
+    for name in (
+        *("rows_in_16_bits", "rows_in_bfloat16", "values_in_float16", "last_row_is_padding"),
+        *("keeps_the_last_of_equal_rows", "averages_equal_rows"),
+        *("divides_by_its_users", "leaves_out_what_some_do_not_use"),
+    )
 ]

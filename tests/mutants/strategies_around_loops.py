@@ -286,9 +286,67 @@ def remembers_addresses(model: Any, is_final_microbatch: bool) -> Context:
     )
 
 
+# ---- Sparse gradients
+
+
+def _sparse_means(
+    model: Any, is_final: bool, change: Callable[[torch.Tensor, int, int], torch.Tensor]
+) -> Context:
+    """Average sparse gradients as dense ones: right if ``change`` returns the gradient, dense.
+
+    ``change`` gets the gradient, the number of ranks that have a row of it, and that of all ranks.
+    """
+
+    def average() -> None:
+        group = model.process_group
+        for parameter in _filled(model):
+            grad = parameter.grad
+            if not grad.is_sparse:
+                _mean(grad, group)
+                continue
+            users = torch.tensor([int(grad._nnz() > 0)])
+            dist.all_reduce(users, group=group)
+            dense = change(grad, int(users), group.size())
+            parameter.grad = _mean(dense, group).to_sparse(1)
+
+    return _restored(model, is_final, average)
+
+
+def over_its_users(model: Any, is_final_microbatch: bool) -> Context:
+    """Divide sparse gradients by the number of ranks that have a row."""
+    return _sparse_means(
+        model,
+        is_final_microbatch,
+        lambda grad, users, size: grad.to_dense() * (size / max(1, users)),
+    )
+
+
+def keeps_the_last_of_equal_rows(model: Any, is_final_microbatch: bool) -> Context:
+    """Write the rows of sparse gradients to a dense tensor in place of adding them."""
+    return _sparse_means(
+        model,
+        is_final_microbatch,
+        lambda grad, users, size: torch.zeros(grad.shape, dtype=grad.dtype).index_copy_(
+            0, grad._indices()[0], grad._values()
+        ),
+    )
+
+
+def averages_equal_rows(model: Any, is_final_microbatch: bool) -> Context:
+    """Average the values of a row of a sparse gradient that comes twice."""
+    return _sparse_means(
+        model,
+        is_final_microbatch,
+        lambda grad, users, size: torch.zeros(grad.shape, dtype=grad.dtype).index_reduce_(
+            0, grad._indices()[0], grad._values(), "mean", include_self=False
+        ),
+    )
+
+
 MUTANTS = [
     *_mutants("16.29", "leaves_out_what_it_has_averaged", "averages_an_address_once"),
     *_mutants("16.29", "remembers_addresses"),
+    *_mutants("16.11", "over_its_users", "keeps_the_last_of_equal_rows", "averages_equal_rows"),
     *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
     *_mutants("16.10", "once_per_place", "whole_storages"),
     *_mutants(

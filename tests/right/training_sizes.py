@@ -126,6 +126,8 @@ def top_k_in_int64(state: State, bucket: Bucket) -> Result:
 
 RIGHT = (
     Right("chunks,numel=1_000_003", sections=_SECTIONS),
+    # Each chunk takes some memory of the backend's and of Python's, until pools are filled.
+    Right("chunks,numel=262_144", sections=(*_SECTIONS, "9")),
     Right("by_parameter", sections=_SECTIONS),
     Right("halves_when_large", sections=_SECTIONS),
     Right("shards", sections=_SECTIONS),

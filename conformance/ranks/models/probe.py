@@ -207,11 +207,29 @@ def scripted_gradients(
         )
         if spec.layout == "sparse":
             rows = sparse_rows(spec.shape[0], rank, step)
-            sparse = torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], spec.shape)
-            grads.append(sparse.coalesce().to(device))
+            grads.append(_looked_up(rows, grad, rank + step).to(device))
         else:
             grads.append(lay_out(grad, spec.layout).to(device))
     return grads
+
+
+def _looked_up(rows: torch.Tensor, grad: torch.Tensor, place: int) -> torch.Tensor:
+    """Return rows of a gradient as a sparse tensor, as an embedding's backward gives it: one row
+    has been looked up twice, so that it comes twice, with a half of its values each.
+
+    Args:
+        rows: the numbers of the rows, each once.
+        grad: the whole gradient.
+        place: of the row that is looked up twice, among ``rows``; it wraps around.
+    """
+    values = grad[rows]
+    if len(rows):
+        twice = place % len(rows)
+        # Halves are exact.
+        values[twice] /= 2
+        rows = torch.cat([rows, rows[twice : twice + 1]])
+        values = torch.cat([values, values[twice : twice + 1]])
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, grad.shape)
 
 
 def training_network() -> nn.Module:

@@ -84,9 +84,9 @@ def weights_of(
     ):
         return None
     # Too few elements do not determine the weights, and neither do the zeros of a rank that feeds
-    # no parameter of the bucket.
+    # no parameter of the bucket, or an embedding without any row.
     feeding = int((fed != 0).any(1).sum())
-    hidden = not all(any(run.feeds(r, step, i) for i in indices) for r in group)
+    hidden = not (fed != 0).any(0).all()
     if feeding < 4 * len(group) or hidden:
         return weights
     solved = solve(fed, got)
