@@ -91,6 +91,19 @@ class EmaStaysAfterAnError(Ema):
         return _StaysAfterAnError(self.chosen(params), self.average)
 
 
+class _StaysAfterAnInterrupt(_Applied):
+    def __exit__(self, kind, *_):
+        if kind is None or issubclass(kind, Exception):
+            self._set(self.kept)
+
+
+class EmaStaysAfterAnInterrupt(Ema):
+    """Restore the parameters after errors, but not after KeyboardInterrupt or SystemExit."""
+
+    def applied(self, params):
+        return _StaysAfterAnInterrupt(self.chosen(params), self.average)
+
+
 class _RaisesAfterAnError(_Applied):
     def __exit__(self, kind, *_):
         self._set(self.kept)
@@ -301,7 +314,7 @@ MUTANTS = [
     *(
         Mutant(name, ("14.12",), **EMA)
         for name in (
-            *("EmaInHalf", "EmaStaysAfterAnError", "EmaKeepsNoCopies"),
+            *("EmaInHalf", "EmaStaysAfterAnError", "EmaStaysAfterAnInterrupt", "EmaKeepsNoCopies"),
             *("EmaSwaps", "EmaWithoutAverage"),
         )
     ),

@@ -41,6 +41,18 @@ class _EvaluationError(Exception):
     """The error of an evaluation that fails."""
 
 
+class _Interrupted(KeyboardInterrupt):
+    """A user stops the evaluation."""
+
+
+class _Exits(SystemExit):
+    """The evaluation ends the process, and somebody catches that."""
+
+
+# How evaluations end, step by step.
+_ENDS = (None, _EvaluationError, None, _Interrupted, None, _EvaluationError, None, _Exits)
+
+
 @dataclass
 class Trainee:
     """A model and its averager.
@@ -171,7 +183,7 @@ class AveragerDriver(RankDriver):
         self.trainee.kept = _copies(self.params)
         # A parameter that was added has no average yet.
         if self.scenario.variant != "changing":
-            self._keep_evaluated(fails=step % 2 == 1)
+            self._keep_evaluated(_ENDS[step % len(_ENDS)])
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
@@ -231,11 +243,11 @@ class AveragerDriver(RankDriver):
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
-    def _keep_evaluated(self, *, fails: bool) -> None:
+    def _keep_evaluated(self, end: type[BaseException] | None) -> None:
         """Record the parameters with which the averager would have a model evaluated.
 
         Args:
-            fails: the evaluation ends with an exception.
+            end: the exception that ends the evaluation, if one does.
         """
         applied = getattr(self.trainee.averager, "applied", None)
         if not callable(applied):
@@ -252,9 +264,9 @@ class AveragerDriver(RankDriver):
                     self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
                 # The best checkpoint is saved while it is evaluated.
                 same_state = _same_state(self._state_of_averager(), state)
-                if fails:
-                    raise _EvaluationError("this evaluation failed")
-        except _EvaluationError:
+                if end:
+                    raise end("this evaluation failed")
+        except (_EvaluationError, _Interrupted, _Exits):
             self.activity = activity
         except Exception as error:
             if has_begun:
@@ -266,7 +278,7 @@ class AveragerDriver(RankDriver):
             return
         pairs = enumerate(zip(self.params, before, strict=True))
         changed = [index for index, (now, kept) in pairs if not _same_values(now, kept)]
-        self.recorder.event("evaluated", failed=fails, changed=changed, same_state=same_state)
+        self.recorder.event("evaluated", failed=bool(end), changed=changed, same_state=same_state)
 
     def _state_of_averager(self) -> Any:
         """Return a copy of the averager's state_dict(); None if it has none."""
