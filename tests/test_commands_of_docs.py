@@ -132,6 +132,7 @@ NOT_RUN = {
         "chance decides in which step ranks part; tests/hooks_ref/test_low_rank.py runs the hook"
     ),
     "tox -e gloo-cuda": "needs a GPU",
+    "tox -e nccl -- --hook hooks_ref:allreduce_hook --world-size 1,2,3,4": "needs a GPU",
     "pytest --every": "takes half an hour",
     "pytest --thorough": "takes hours",
     "python -m tests.thresholds": "takes hours",

@@ -9,9 +9,19 @@ import pytest
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Verdict
 from conformance.rules import book
+from conformance.session.engine import Engine
 from conformance.subjects.claims import parse_claims
-from conformance.subjects.kinds import HOOK
-from tests.cases import Case, Judgements, affordable, in_turns, is_costly, refusals
+from conformance.subjects.kinds import HOOK, KINDS
+from tests.cases import (
+    Case,
+    Judgements,
+    affordable,
+    in_turns,
+    is_costly,
+    own_judge,
+    refusals,
+    subject_and_claims,
+)
 from tests.right import Right, catalogue
 
 
@@ -143,3 +153,22 @@ def test_leaves_the_process_as_it_was(
     judgements = judgements_of(case)
     verdicts = {number: judgements[number].verdict for number in watching}
     assert verdicts == dict.fromkeys(watching, Verdict.PASS)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != HOOK])
+def test_every_rule_holds_in_a_long_run(kind: str) -> None:
+    """The long run of a kind is made for a rule or two, and read by others, which have to know what
+    is new in it.
+    """
+    rules = book(kind, "cpu")
+    long = tuple(scenario for scenario in KINDS[kind].scenarios if scenario.observe.growth)
+    read = {
+        number: replace(rule, on=long, owns=long, needs=(), presumes=())
+        for number, rule in rules.items()
+        if rule.watches or set(long) & set(rule.on)
+    }
+    subject = Case(KINDS[kind].reference, worlds=(2,), kind=kind)
+    whole = own_judge().engine(subject)
+    engine = Engine(whole.source, read, *subject_and_claims(subject), subject.worlds, whole.control)
+    assert refusals({number: engine.judge(number) for number in read}, read) == {}
