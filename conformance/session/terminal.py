@@ -168,11 +168,9 @@ def _first_cause_lines(session: Session, failed: list[str]) -> list[str]:
     # A command is to be copied, and therefore never cut.
     lines += [f"  {line}" for line in _remedy_lines(session, rule, judgement)]
     if followers := consequences(session.judgements)[number]:
-        rules = "rule" if len(followers) == 1 else "rules"
-        lines.append(
-            f"    {len(followers)} more {rules} follow from it, and were not run: "
-            f"{_numbers(followers)}"
-        )
+        one = len(followers) == 1
+        said = "rule follows from it, and was" if one else "rules follow from it, and were"
+        lines.append(f"    {len(followers)} more {said} not run: {_numbers(followers)}")
     return lines
 
 
@@ -184,7 +182,8 @@ def _other_failure_lines(session: Session, numbers: list[str]) -> list[str]:
         finding = judgement.failures[0].actual if judgement.failures else judgement.reason
         lines.append(_cut(f"  {number} {session.rules[number].title}: {finding}"))
         if followers[number]:
-            lines.append(f"    {len(followers[number])} more follow from it")
+            follow = "follows" if len(followers[number]) == 1 else "follow"
+            lines.append(f"    {len(followers[number])} more {follow} from it")
     if hidden := numbers[_SHOWN_FAILURES:]:
         lines.append(f"  and {len(hidden)} more rules that fail: {_numbers(hidden)}")
     return lines
