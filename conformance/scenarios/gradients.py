@@ -546,7 +546,7 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 _MANY_ROWS = 1000
-# The ranks that use no row of an embedding, by the step: one of each pair that forms a group.
+# The ranks that use no row of an embedding, by the step: at most one of a pair that forms a group.
 _WITHOUT_ROWS: tuple[tuple[int, ...], ...] = ((), (2, 3), (1,))
 
 

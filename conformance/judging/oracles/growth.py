@@ -26,8 +26,8 @@ varies around a level is not larger in all of the last third than in all of the 
   as well.
 - the C library's memory holds the records and objects of Python's, too: 2 KiB for each parameter
   and step of the gap, which is the length of their records, and at least 128 KiB. Of a large bucket
-  that is sent in chunks of 1 MiB each chunk is seen to take 1.4 KiB in each step, until pools of
-  the backend and of Python are filled: 2 KiB for each MiB of the model and step are allowed, too.
+  that is sent in chunks of 1 MiB, each chunk took 1.4 KiB in each step (measured: 39 chunks, 163 KB
+  in three steps), until pools are filled. So 2 KiB for each MiB of the model and step are allowed.
 """
 
 from collections.abc import Iterator
