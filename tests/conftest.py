@@ -1,10 +1,13 @@
-"""Fixtures: one pool of ranks for the whole test run, and judgements made ahead of the tests that
-need them.
+"""Fixtures: one pool of ranks for the whole test run, and judgements and the results of CI's
+commands, both made ahead of the tests that need them.
 """
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +132,33 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
 def none_selected(case: Case) -> Judgements:
     """Stand in for the judgements of a run without cases."""
     raise LookupError(f"{case} is not a parameter named 'case' of a selected test")
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parts of a checkout that a job of CI needs, in a folder of their own for its results."""
+    from tests.ci_runs import make_checkout  # with readers of YAML, which few test runs need
+
+    return make_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ran_ahead(request: pytest.FixtureRequest) -> Iterator[Future[Any] | None]:
+    """Start to run the commands of CI's templates, if a selected test needs their results."""
+    if not any("ran" in fixtures(item) for item in request.session.items):
+        yield None
+        return
+    from tests.ci_runs import run_all
+
+    folder: Path = request.getfixturevalue("checkout")
+    with ThreadPoolExecutor(1) as executor:
+        yield executor.submit(run_all, folder)
+
+
+@pytest.fixture(scope="session")
+def ran(_ran_ahead: Future[Any]) -> Any:
+    """The results of all commands of all templates of CI, by command."""
+    return _ran_ahead.result()
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,7 @@ installation. The commands of the templates differ only in the profile, so each 
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +23,7 @@ from conformance.certificates.schema import misfit
 from conformance.errors import ProfileError, UsageError
 from conformance.torch_versions.tested import NEWEST, OLDEST
 from tests import ci_templates
+from tests.ci_runs import RECORDS, ROOT, Done, shell
 from tests.ci_templates import (
     ACTION,
     BUILDKITE,
@@ -42,91 +38,8 @@ from tests.ci_templates import (
 from tests.cli.test_statement import lint
 from tests.made_certificates import certificate, written
 
-ROOT = CI.parent
 DEVELOPMENT_RUN = 7  # nothing failed, and not all rules were judged
 RESULTS = "conformance-results"
-RECORDS = "kept"
-OF_CI = ("GITHUB_", "CI_", "BUILDKITE_", "CONFORMANCE_", "TOX")
-
-
-@dataclass
-class Done:
-    """The result of a command: its exit code, and its output with its errors."""
-
-    code: int
-    output: str
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The parts of a checkout that a job needs, in a folder of their own for its results."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("tox.ini", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(CI, folder / "ci")
-    return folder
-
-
-def shell(text: str, folder: Path, *arguments: str, **environment: str) -> Done:
-    """Run a command like CI systems: by a shell that stops at the first error."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(OF_CI)}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    # tox-current-env runs this Python through a link of its own. Python does not find its virtual
-    # environment from there, so its packages are on PYTHONPATH.
-    packages = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
-    settings = {
-        "PATH": path,
-        "PYTHONPATH": packages,
-        "TOX_CURRENT_ENV": "1",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-eo", "pipefail", "-c", text, "ci", *arguments],
-        cwd=folder,
-        env={**inherited, **settings, **environment},
-        text=True,
-        check=False,
-        timeout=600,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    return Done(done.returncode, done.stdout)
-
-
-def identity(command: Command, checkout: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return a command with the variables that it uses. Commands of one identity are run once."""
-    variables = dict(command.environment)
-    if "CONFORMANCE_KIT" in variables:
-        # Templates write the path of the kit in different ways.
-        variables["CONFORMANCE_KIT"] = str((checkout / variables["CONFORMANCE_KIT"]).resolve())
-    uses = re.findall(r"\$\{?(\w+)", command.text)
-    if "tox -c" in command.text:
-        uses += ["CONFORMANCE_OPTIONS", "CONFORMANCE_GATE"]
-    used = sorted((key, value) for key, value in variables.items() if key in uses)
-    return command.text, tuple(used)
-
-
-@pytest.fixture(scope="module")
-def ran(checkout: Path) -> dict[Command, Done]:
-    """The results of all commands of all templates, run in order in a folder for each profile."""
-    done: dict[Any, Done] = {}
-    page = {"GITHUB_STEP_SUMMARY": str(checkout / "page.md")}
-    every = ci_templates.commands(checkout)
-    for command in every:
-        if (key := identity(command, checkout)) not in done:
-            folder = checkout / (dict(command.environment).get("CONFORMANCE_PROFILE", "gloo"))
-            folder.mkdir(exist_ok=True)
-            # The folder of the profile is inside the checkout, so a kit in "." is one level up.
-            variables = {
-                name: str(checkout) if value == "." else value
-                for name, value in command.environment
-            }
-            if "CONFORMANCE_OPTIONS" in variables:
-                variables["CONFORMANCE_OPTIONS"] += f" --records {folder / RECORDS}"
-            done[key] = shell(
-                command.text, folder, **variables, **page, TOX_WORK_DIR=str(checkout / "tox")
-            )
-    return {command: done[identity(command, checkout)] for command in every}
 
 
 def of(ran: dict[Command, Done], word: str, profile: str = "") -> Iterator[tuple[Command, Done]]:

@@ -45,6 +45,7 @@ CLAIMED_RULES = {
     "13.11": "mixes",
     "13.12": "period",
     "13.13": "unbiased",
+    "13.16": "unbiased",
     "13.14": "unbiased",
     "13.15": "unbiased",
     "14.12": "like",

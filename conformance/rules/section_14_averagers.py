@@ -13,6 +13,7 @@ from conformance.judging.oracles.averager import (
     require_same_gradients,
 )
 from conformance.judging.oracles.averager_like import (
+    EVALUATED,
     require_like,
     require_restored,
     require_same_agreement,
@@ -147,7 +148,7 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """A list, an iterator that can be read once, and an optimizer's groups, with one parameter in
-    two groups as well, are averaged once per parameter.
+    two groups as well, are averaged once per parameter, also those whose learning rate is zero.
 
     A frozen parameter is the same on all ranks and keeps its values, averaged or not.
     """
@@ -341,7 +342,7 @@ def like_reference(run: Run, claims: Claims, found: Found) -> None:
     any, are those of the reference up to the roundings of its recurrence. If the averager has
     ``applied(params)``, a context that writes the averages into the parameters, it restores them,
     also if an error, KeyboardInterrupt or SystemExit ends the context; within it ``state_dict()``
-    is the same as before.
+    is the same as before. After ``load_state_dict()`` it writes the loaded averages at once.
 
     The bound is one for each element; ``oracles/averager_like.py`` derives it. If ranks lack
     gradients, the averager may leave out other parameters than the reference, but ranks that agree
@@ -350,7 +351,7 @@ def like_reference(run: Run, claims: Claims, found: Found) -> None:
     if claims.has("world_only") and run.scenario.groups:
         found.does_not_apply("it claims world_only, and the reference averages over its own group")
         return
-    require_like(run, claims, found, ("parameter", "applied"))
+    require_like(run, claims, found, EVALUATED)
     require_restored(run, found)
 
 

@@ -15,7 +15,7 @@ from conformance.judging.oracles.averager import (
     require_right,
     require_same_gradients,
 )
-from conformance.judging.oracles.averager_like import require_like
+from conformance.judging.oracles.averager_like import EVALUATED, require_like
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -209,7 +209,7 @@ def drifting(run: Run, claims: Claims, found: Found) -> None:
     if not claims.reference.startswith("EMAModelAverager"):
         found.does_not_apply("the reference keeps no moving average")
         return
-    require_like(run, claims, found, ("parameter", "applied"))
+    require_like(run, claims, found, EVALUATED)
 
 
 @rule(

@@ -22,6 +22,7 @@ from conformance.records.run import Run
 from conformance.scenarios.closure_losses import is_same_loss, loss_of
 from conformance.scenarios.optimizer import (
     ADAM,
+    AFTER_LOAD,
     CLOSURE,
     DDP,
     DDP_VIEWS,
@@ -427,13 +428,15 @@ def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
 )
 def hooks_once(run: Run, claims: Claims, found: Found) -> None:
     """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in
-    a step at most, with a closure or without. 15.18 judges whether it runs at all."""
+    a step at most, with a closure or without. If it runs, it runs after ``load_state_dict()``, too.
+    15.18 judges whether it runs at all.
+    """
     calls = [
         (rank.rank, kind, count)
         for rank in run.ranks
         for event in rank.all("as_optimizer")
         for kind, count in event["hook_calls"].items()
-        if count
+        if count or event["hook_calls"][kind.removesuffix(AFTER_LOAD)]
     ]
     if not calls:
         found.does_not_apply("it runs no hooks of a step")

@@ -116,8 +116,7 @@ def divided(run: Run, claims: Claims, found: Found) -> None:
     on=(FORMS,),
     owns=(FORMS,),
     needs=("18.9",),
-    source="torch documentation, torch.distributed.all_gather: tensors of any shape; pytorch "
-    "#62142",
+    source="torch documentation, torch.distributed.all_gather: any shape; pytorch #62142",
     remedy="flatten before quantizing; a kernel that takes matrices only; the maximum of no "
     "elements; a number, whose shape is (), taken for an empty tensor",
 )
@@ -138,8 +137,7 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
     "Any memory layout works, or is refused",
     on=(FORMS,),
     needs=("18.9",),
-    source="torch documentation, torch.Tensor.contiguous: the order in memory may differ from the "
-    "order of elements",
+    source="torch documentation, torch.Tensor.contiguous: memory may have another order",
     remedy="contiguous(), or copy_ into a contiguous tensor, before memory is read",
 )
 def layouts(run: Run, claims: Claims, found: Found) -> None:

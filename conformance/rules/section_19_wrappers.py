@@ -215,7 +215,8 @@ def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A recomputation runs in the dtype of the forward and gives the same gradients, if autocast is
     on in the forward alone, in the backward alone, or around a forward in a context that disables
     it. In evaluation and under no_grad between steps outputs are the same and require gradients as
-    without the wrapper."""
+    without the wrapper. Under autocast one block begins with a norm, and takes its input in full
+    precision."""
     require_same_results(runs, found)
     require_same_modes(runs, found)
 

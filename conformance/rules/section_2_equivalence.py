@@ -206,7 +206,8 @@ def process_group(run: Run, claims: Claims, found: Found) -> None:
 )
 def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Complex parameters, of float32 and of float64, get the mean of both parts over the model's
-    group, or the hook refuses them with an exception on every rank.
+    group, or the hook refuses them with an exception on every rank. Of an exact or rounded hook one
+    parameter has 2**18 to 2**20 elements, by the session's seed.
 
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is
     right on the part that these views cover, and leaves the rest as it is, is not blamed for it:
@@ -269,8 +270,9 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     exception on every rank.
 
     One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16, and one has float64
-    values. A row that is looked up twice comes twice, with a part of its values each, as from an
-    embedding's backward. In two of three steps a rank looks up no row.
+    values, 2**-45 to 2**-30 as large as the others. A row that is looked up twice comes twice, with
+    a part of its values each, as from an embedding's backward. In two of three steps a rank looks
+    up no row.
 
     Crafted values, and random ones, which no narrower dtype holds, are judged, on two groups of
     ranks. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)`` all elements of

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 from conformance.judging.common_rules import AUTOCAST_OPERATIONS, DEFAULT_DTYPE
-from conformance.judging.requirements import require_steps
+from conformance.judging.requirements import require_optimizer, require_steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -152,6 +152,9 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     and keeps lose digits. There are three ranks if the session has three, because a half dtype does
     not hold 1/3. The parameters are float32, in buckets of 16 to 600,000 elements. Ten sizes are
     drawn, one from each of eight equal parts of the range of logarithms up to 20,000, and of two
-    parts of the range from there on. Lossy results are judged for small buckets alone.
+    parts of the range from there on. Lossy results are judged for small buckets alone. A fused hook
+    steps the parameters as its optimizer does.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal"))
+    if claims.fused and not found.failures:
+        require_optimizer(run, claims, found)

@@ -33,7 +33,14 @@ from conformance.scenarios import (
 from conformance.scenarios.long_runs import ENDURANCE, draw_endurance
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.values import LAYERS, RANGES, draw_layers, draw_ranges
+from conformance.scenarios.values import (
+    LAYERS,
+    MIDDLE_SIZES,
+    RANGES,
+    draw_layers,
+    draw_middle_sizes,
+    draw_ranges,
+)
 
 Draw = Callable[[Scenario, random.Random], Scenario]
 
@@ -57,6 +64,7 @@ DRAWS: Mapping[str, Draw] = {
     **wrapper_training.DRAWS,
     ENDURANCE.name: draw_endurance,
     LAYERS.name: draw_layers,
+    MIDDLE_SIZES.name: draw_middle_sizes,
     RANGES.name: draw_ranges,
 }
 

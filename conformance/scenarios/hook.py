@@ -395,9 +395,9 @@ SAVED = replace(
 RESUMED = replace(
     SAVED,
     name="resumed",
-    summary="new processes continue from the saved state",
+    summary="new processes continue from the saved state, which they save and load once more first",
     prerequisite="saved",
-    resume=replace(SAVED.resume, resumes=True),
+    resume=replace(SAVED.resume, resumes=True, passes_on=True),
 )
 
 # With one parameter, DDP rebuilds no buckets. A resumed run then has the same buckets as the run

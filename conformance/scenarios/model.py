@@ -154,6 +154,8 @@ class Resume:
         also_taken_at: the number of steps after which the state is taken as well, and thrown away;
             0 for never. Optimizers alone.
         resumes: start from the state that the run of the prerequisite saved.
+        passes_on: the loaded state is saved and loaded once more before the first step, as by a job
+            that is preempted at once. Hooks alone.
         of_rank_0: all ranks start from the state that rank 0 saved, and there may be another number
             of ranks than saved it.
         saved_in: the folder of that run; '' before it is known.
@@ -166,6 +168,7 @@ class Resume:
     saves_at: int = 0
     also_taken_at: int = 0
     resumes: bool = False
+    passes_on: bool = False
     of_rank_0: bool = False
     saved_in: str = ""
     rolls_back_at: int = 0

@@ -15,6 +15,8 @@ STEPS = 20
 
 # The first parameters are made like the gradients of this step, which no scenario reaches.
 START = 999
+# Of a step that comes after the optimizer has loaded its own state, in names of what it did.
+AFTER_LOAD = " (after load_state_dict())"
 
 _PARAMS = (
     Param((5, 3)),

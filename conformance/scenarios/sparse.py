@@ -3,7 +3,8 @@
 One of the small ones has float64 values. There are two models on two groups of ranks, since code
 for sparse gradients may use another group than the code for dense ones. Ranks use different rows of
 an embedding, and share some; a rank may use none (``gradients.sparse_rows``). One row comes twice,
-as from the backward of an embedding that has looked it up twice (``models/probe.py``).
+as from the backward of an embedding that has looked it up twice (``models/probe.py``). Strategies
+have two of the embeddings, in ``strategy_sparse``.
 """
 
 import random
@@ -13,13 +14,17 @@ from dataclasses import replace
 from conformance.scenarios.model import Param, Scenario
 
 # More rows than an integer of 16 bits can number.
-_ROWS = (66_000, 80_000)
+ROWS = (66_000, 80_000)
 
 
 def draw_sparse(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the large embedding: 66,000 to 80,000 rows of one or two columns."""
+    """Draw the large embedding, 66,000 to 80,000 rows of one or two columns, and how small the
+    gradients of the one of float64 are: 2**-45 to 2**-30, as late in a training.
+    """
     small, _, *others = scenario.params
-    large = Param((numbers.randint(*_ROWS), numbers.randint(1, 2)), layout="sparse")
+    large = Param((numbers.randint(*ROWS), numbers.randint(1, 2)), layout="sparse")
+    faint = -numbers.randint(30, 45)
+    others = [replace(spec, exponent=faint) if spec.dtype == "float64" else spec for spec in others]
     return replace(scenario, params=(small, large, *others))
 
 
@@ -29,7 +34,7 @@ _SPARSE = Scenario(
     "parameter; of two models on two groups of ranks",
     params=(
         Param((10, 3), layout="sparse"),
-        Param((_ROWS[0], 1), layout="sparse"),
+        Param((ROWS[0], 1), layout="sparse"),
         Param((12, 2), "float64", layout="sparse"),
         Param((7,)),
     ),
@@ -37,6 +42,9 @@ _SPARSE = Scenario(
     groups=((1, 3), (0, 2)),
 )
 
-DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {_SPARSE.name: draw_sparse}
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    _SPARSE.name: draw_sparse,
+    "strategy_sparse": draw_sparse,
+}
 
 SPARSE = draw_sparse(_SPARSE, random.Random(0))

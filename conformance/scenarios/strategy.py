@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from conformance.scenarios.averager_training import option, with_option
 from conformance.scenarios.interrupts import ERROR, INTERRUPTS, drawn_interrupts
 from conformance.scenarios.model import DDPOptions, Param, Scenario
+from conformance.scenarios.sparse import ROWS
 
 # 100 bytes, which is 25 elements of float32: a bucket holds a few of the small parameters.
 _CAP = 100 / 2**20
@@ -163,11 +164,12 @@ FLAT = replace(
 SPARSE = replace(
     VIEWS,
     name="strategy_sparse",
-    summary="a sparse embedding beside dense parameters",
+    summary="two sparse embeddings beside dense parameters, one of more than 2**16 rows",
     # A sparse gradient cannot be a view of a bucket.
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     params=(
         Param((10, 3), layout="sparse"),
+        Param((ROWS[0], 1), layout="sparse"),
         Param((7,)),
         Param((2, 3)),
     ),

@@ -72,6 +72,12 @@ def add_large_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=tuple(params))
 
 
+def add_large_complex(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Return a scenario with one more parameter, of complex64 and 2**18 to 2**20 elements."""
+    size = int(2 ** numbers.uniform(18, 20))
+    return replace(scenario, params=(*scenario.params, Param((size,), "complex64")))
+
+
 def draw_vast(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw a matrix of 2**24 + 3 * 2**20 to 2**24 + 2**22 elements, and 6 to 9 tensors around it.
 

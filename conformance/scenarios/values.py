@@ -6,6 +6,8 @@ one; that step feeds zeros. The number of a parameter decides the pattern of its
 
 ``ranges``: the exponents lie near the ends of the range of each dtype. From step to step each
 bucket goes on to another end, so that a scale from an earlier step is too small or too large.
+
+``middle_sizes``: ordinary values, for sizes between those of the other small models.
 """
 
 import random
@@ -13,6 +15,7 @@ from dataclasses import replace
 
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import DDPOptions, Param, Scenario
+from conformance.scenarios.training_sizes import sizes_between
 
 # The scales, as powers of two. Gradients of 2**-25 and 2**-24 are those of a large model without a
 # loss scale, those of 2**12 to 2**17 have one. From the smallest to the largest it is 2**36 or
@@ -47,6 +50,19 @@ ALIKE = replace(
     world_sizes=(2, 4),
 )
 
+_MIDDLE = (28, 20_000)
+_MIDDLE_COUNT = 8
+
+MIDDLE_SIZES = replace(
+    LAYERS,
+    name="middle_sizes",
+    summary=f"buckets of {_MIDDLE[0]} to {_MIDDLE[1]:,} elements, {_MIDDLE_COUNT} of which are "
+    "drawn; the same gradients in every step",
+    params=(Param((_MIDDLE[0],)),) * _MIDDLE_COUNT,
+    steps=("crafted",) * 4,
+    world_sizes=(2,),
+)
+
 # For each dtype, ranges of exponents that a narrower dtype does not have, or in which the square of
 # a gradient is 0 or infinite. Crafted values are at most 168 * 2**exponent at three ranks, and
 # their sums three times as large; the smallest is 2**(exponent - 3). So float16 holds all of them,
@@ -69,7 +85,7 @@ RANGES = Scenario(
     prerequisite="buckets",
 )
 
-VALUES_IN_TRAINING = (LAYERS, ALIKE, RANGES)
+VALUES_IN_TRAINING = (LAYERS, ALIKE, MIDDLE_SIZES, RANGES)
 
 
 def draw_layers(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -127,3 +143,10 @@ def within_range(scenario: Scenario, dtype: str) -> Scenario:
 def _places(first: int, direction: int, count: int, steps: int) -> list[int]:
     """Return the number of the range for each step."""
     return [(first + direction * step) % count for step in range(steps)]
+
+
+def draw_middle_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the sizes, one from each of eight equal parts of the range of logarithms."""
+    sizes = sizes_between(*_MIDDLE, _MIDDLE_COUNT, _MIDDLE_COUNT, numbers)
+    numbers.shuffle(sizes)
+    return replace(scenario, params=tuple(Param((size,)) for size in sizes))

@@ -16,6 +16,7 @@ from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import (
     ACCUMULATED,
     BUCKETS,
+    COMPLEX,
     DTYPES,
     RESUMED_ONE,
     SAVED_ONE,
@@ -31,13 +32,19 @@ from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.reused_states import ROLLED_BACK
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import base_kind
 from conformance.scenarios.surroundings import (
     AUTOCAST,
     DEFAULT_DTYPES,
     with_small_parameters,
 )
-from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
+from conformance.scenarios.training_sizes import (
+    MANY_BUCKETS,
+    NETWORK,
+    VAST,
+    add_large_complex,
+)
 from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session import scenario_changes as changes
 from conformance.session.long_schedule import schedule_long_run
@@ -127,6 +134,11 @@ ADAPTATIONS = (
         changes.is_serialised,
         changes.serialise,
         "without the order of a stream, callbacks on two ranks may start collectives in two orders",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == COMPLEX.name and not claims.lossy,
+        lambda scenario, claims: add_large_complex(scenario, generator(scenario, "large")),
+        "lossy hooks take too many steps for a bucket of that size",
     ),
     Adaptation(
         lambda scenario, claims: (

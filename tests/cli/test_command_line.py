@@ -646,7 +646,7 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
         pytest.param("process:exits_0", "1.5", PATIENT, marks=pytest.mark.rarely),
         # A short deadline only for the hook that hangs. It applies to the reference too, which has
         # to come to its end on a busy machine.
-        ("process:never_completes", "1.5", 8.0),
+        pytest.param("process:never_completes", "1.5", 8.0, marks=pytest.mark.rarely),
         ("interference:patches_equal", "9.8", PATIENT),
     ],
 )

@@ -91,6 +91,32 @@ def half_of_one_element(state: Any, bucket: Bucket) -> Result:
     return random_k(state, bucket, feedback=False, least=2)
 
 
+def _unscaled_between(state: Any, bucket: Bucket, least: int, most: int) -> Result:
+    """Send a quarter of the elements, and scale them by four but in buckets of some sizes."""
+    scaled = not (is_dense(bucket) and least <= bucket.buffer().numel() < most)
+    return random_k(state, bucket, feedback=False, scaled=scaled)
+
+
+def unscaled_below_256(state: Any, bucket: Bucket) -> Result:
+    """Forget the scale in buckets of 64 to 255 elements."""
+    return _unscaled_between(state, bucket, 64, 256)
+
+
+def unscaled_in_the_middle(state: Any, bucket: Bucket) -> Result:
+    """Forget the scale in buckets of 3,000 to 17,999 elements."""
+    return _unscaled_between(state, bucket, 3_000, 18_000)
+
+
+def levels_down_in_the_middle(state: Any, bucket: Bucket) -> Result:
+    """Round down in place of at random in buckets of 2,000 to 15,999 elements."""
+    is_wrong = is_dense(bucket) and 2_000 <= bucket.buffer().numel() < 16_000
+
+    def level(scaled: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        return scaled.floor() if is_wrong else _up_or_down(scaled, drawn)
+
+    return _at_random(state, bucket, level)
+
+
 def random_elements_of_each_rank(state: Any, bucket: Bucket) -> Result:
     """Sum values by position although each rank has drawn other elements."""
     return random_k(state, bucket, seed=group_of(state).rank(), feedback=False)
@@ -148,6 +174,10 @@ MUTANTS = [
         )
     ),
     Mutant("random_levels_undivided", ("13.3",), "unbiased"),
+    *(
+        Mutant(name, ("13.16",), "unbiased")
+        for name in ("unscaled_below_256", "unscaled_in_the_middle", "levels_down_in_the_middle")
+    ),
     Mutant(
         "draws_from_global",
         ("9.1",),

@@ -150,6 +150,15 @@ class FirstGroupOnly(Averager):
         return super().chosen(entries[:1] if isinstance(entries[0], dict) else entries)
 
 
+class SkipsGroupsWithoutRate(Averager):
+    """Leave out the parameter groups whose learning rate is zero."""
+
+    def chosen(self, params):
+        groups = list(params)
+        trains = [one for one in groups if not isinstance(one, dict) or one.get("lr", 1.0)]
+        return super().chosen(trains)
+
+
 class ReadsTwice(Averager):
     """Read the parameters twice, so that an iterator is exhausted the second time."""
 
@@ -314,9 +323,10 @@ MUTANTS = (
     Mutant("Never,period=4,warmup_steps=10", ("14.2",), **OF),
     Mutant("SumsInItsOwnOrder,period=4,warmup_steps=10", ("14.3",), worlds=(3,), **OF),
     Mutant("FirstGroupOnly,period=4,warmup_steps=10", ("14.4",), **OF),
+    Mutant("SkipsGroupsWithoutRate,period=4,warmup_steps=10", ("14.4",), **OF),
     Mutant("ReadsTwice,period=4,warmup_steps=10", ("14.4",), **OF),
     Mutant("SharedTwice,period=4,warmup_steps=10", ("14.4",), **OF),
-    Mutant("OwnGradientsOnly,period=4,warmup_steps=10", ("14.5",), **OF),
+    Mutant("OwnGradientsOnly,period=4,warmup_steps=10", ("14.5",), hangs=True, **OF),
     Mutant("FirstHasGradients,period=4,warmup_steps=10", ("14.5",), **OF),
     Mutant("SizeOfWorld,period=4,warmup_steps=10", ("14.6",), **OF),
     Mutant("Flattened,period=4,warmup_steps=10", ("14.7",), **OF),

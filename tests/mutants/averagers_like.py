@@ -184,6 +184,53 @@ class EmaWithoutAverage(Ema):
         return Lent(self.chosen(params), self.average)
 
 
+class EmaEvaluatesOldCopies(Ema):
+    """Evaluate with copies of the averages, which are made at each average and not at a load."""
+
+    copies = ()
+
+    def average_parameters(self, params):
+        super().average_parameters(params)
+        self.copies = [average.clone() for average in self.average]
+
+    def applied(self, params):
+        return _Applied(self.chosen(params), self.copies or self.chosen(params))
+
+
+class EmaLoadsAtTheNextCall(Ema):
+    """Keep a loaded state until the parameters are known, from the next call on."""
+
+    loaded = None
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+        self.loaded = saved
+
+    def average_parameters(self, params):
+        if self.loaded:
+            super().load_state_dict(self.loaded)
+            self.loaded = None
+        super().average_parameters(params)
+
+
+class EmaEvaluatesAfterAnAverage(Ema):
+    """Evaluate with the parameters themselves until this object has averaged since the load."""
+
+    has_averaged = False
+
+    def load_state_dict(self, saved):
+        super().load_state_dict(saved)
+        self.has_averaged = False
+
+    def _update(self, params):
+        super()._update(params)
+        self.has_averaged = True
+
+    def applied(self, params):
+        chosen = self.chosen(params)
+        return _Applied(chosen, self.average if self.has_averaged else list(chosen))
+
+
 class EmaInHalf(Ema):
     """Keep the average in bfloat16, in which a small change is lost."""
 
@@ -316,6 +363,7 @@ MUTANTS = [
         for name in (
             *("EmaInHalf", "EmaStaysAfterAnError", "EmaStaysAfterAnInterrupt", "EmaKeepsNoCopies"),
             *("EmaSwaps", "EmaWithoutAverage"),
+            *("EmaEvaluatesOldCopies", "EmaLoadsAtTheNextCall", "EmaEvaluatesAfterAnAverage"),
         )
     ),
     Mutant("EmaRaisesAfterAnError", ("14.1",), **EMA),

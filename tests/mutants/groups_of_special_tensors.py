@@ -45,6 +45,39 @@ def complex_numbers_in_float32(state: Any, bucket: Bucket) -> Result:
     return average_of(buffer.float(), state).then(lambda future: future.value().to(dtype))
 
 
+def _is_large_complex(bucket: Bucket, numel: int) -> bool:
+    return _is_complex(bucket) and bucket.buffer().numel() > numel
+
+
+def half_of_large_complex(state: Any, bucket: Bucket) -> Result:
+    """Average as many floats of a large complex bucket as its parameters have elements."""
+    if not _is_large_complex(bucket, 2**18):
+        return average(bucket, state)
+    buffer = bucket.buffer()
+    reached = sum(parameter.numel() for parameter in bucket.parameters())
+
+    def then(done: Result) -> torch.Tensor:
+        buffer[:reached] = done.value()
+        return buffer
+
+    return average_of(buffer[:reached].clone(), state).then(then)
+
+
+def large_complex_in_bfloat16(state: Any, bucket: Bucket) -> Result:
+    """Send complex buckets of more than 100,000 numbers in bfloat16."""
+    buffer = bucket.buffer()
+    if not _is_large_complex(bucket, 100_000):
+        return average(bucket, state)
+    return average_of(buffer.bfloat16(), state).then(lambda done: done.value().to(buffer.dtype))
+
+
+def large_complex_conjugated(state: Any, bucket: Bucket) -> Result:
+    """Average large complex buckets as their conjugates."""
+    if _is_large_complex(bucket, 65_536):
+        bucket.buffer()[1::2].neg_()
+    return average(bucket, state)
+
+
 def sparse_over_world(state: Any, bucket: Bucket) -> Result:
     """Average sparse gradients over WORLD."""
     return average(bucket, state if is_dense(bucket) else None)
@@ -109,6 +142,9 @@ MUTANTS = [
             "complex_over_world",
             "complex_divided_by_world",
             "complex_numbers_in_float32",
+            "half_of_large_complex",
+            "large_complex_in_bfloat16",
+            "large_complex_conjugated",
         )
     ),
     *(

@@ -98,6 +98,39 @@ class RegistersTwice(_WithHooks):
         return super().register_step_pre_hook(hook)
 
 
+class RunsPreHooksTwiceOnceLoaded(RunsPreHooksTwice):
+    """Share the hooks' dict with the optimizer inside from the first load on: both run them."""
+
+    is_loaded = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step(closure) if self.is_loaded else _WithHooks.step(self, closure)
+
+
+class RegistersAgainAtLoad(_WithHooks):
+    """Register the hooks once more when a state is loaded, as for a new optimizer."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for hook in list(self.optim._optimizer_step_post_hooks.values()):
+            self.optim.register_step_post_hook(hook)
+
+
+class RebuildsAtLoad(_WithHooks):
+    """Make the optimizer inside anew to load a state, and lose its hooks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        hooks = self.optim._optimizer_step_pre_hooks
+        post_hooks = self.optim._optimizer_step_post_hooks
+        super().load_state_dict(state)
+        self.optim._optimizer_step_pre_hooks = type(hooks)()
+        self.optim._optimizer_step_post_hooks = type(post_hooks)()
+
+
 class IsNoOptimizer(PostLocal):
     """Be no torch.optim.Optimizer, so that no scheduler accepts it."""
 
@@ -665,6 +698,9 @@ MUTANTS = [
     Mutant("RunsPreHooksOfClosuresTwice", ("15.41",), kind="optimizer"),
     Mutant("RunsPostHooksOfClosuresTwice", ("15.41",), kind="optimizer"),
     Mutant("RegistersTwice", ("15.41",), kind="optimizer"),
+    Mutant("RunsPreHooksTwiceOnceLoaded", ("15.41",), kind="optimizer"),
+    Mutant("RegistersAgainAtLoad", ("15.41",), kind="optimizer"),
+    Mutant("RebuildsAtLoad", ("15.41",), kind="optimizer"),
     Mutant("Seeds", ("15.19",), kind="optimizer"),
     Mutant("TakesAnyGroup", ("15.20",), "min_world_size(2)", worlds=(1, 2), kind="optimizer"),
 ]

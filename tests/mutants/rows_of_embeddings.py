@@ -74,6 +74,36 @@ def last_row_is_padding(state: Any, bucket: Bucket) -> Result:
     return _gathered(state, bucket)
 
 
+def drops_faint_rows(state: Any, bucket: Bucket) -> Result:
+    """Take rows of a norm below 1e-8 for rows that were not used."""
+    return _gathered(
+        state,
+        bucket,
+        values_sent=lambda values: values * (values.norm(dim=1, keepdim=True) > 1e-8),
+    )
+
+
+def values_by_their_largest(state: Any, bucket: Bucket) -> Result:
+    """Send values relative to the largest one, to which an epsilon is added."""
+
+    def sent(values: torch.Tensor) -> torch.Tensor:
+        scale = values.abs().max() if values.numel() else values.new_tensor(0.0)
+        return values / (scale + 1e-12) * scale
+
+    return _gathered(state, bucket, values_sent=sent)
+
+
+def values_in_tenths_of_a_billionth(state: Any, bucket: Bucket) -> Result:
+    """Send values as multiples of 1e-10."""
+    return _gathered(
+        state,
+        bucket,
+        values_sent=lambda values: (
+            (values * 1e10).round() / 1e10 if values.dtype == torch.float64 else values
+        ),
+    )
+
+
 # ---- Rows that are looked up twice, and ranks without any
 
 
@@ -133,6 +163,7 @@ MUTANTS = [
     Mutant(name, ("2.9",))
     for name in (
         *("rows_in_16_bits", "rows_in_bfloat16", "values_in_float16", "last_row_is_padding"),
+        *("drops_faint_rows", "values_by_their_largest", "values_in_tenths_of_a_billionth"),
         *("keeps_the_last_of_equal_rows", "averages_equal_rows"),
         *("divides_by_its_users", "leaves_out_what_some_do_not_use"),
     )

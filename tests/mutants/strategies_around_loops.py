@@ -343,7 +343,35 @@ def averages_equal_rows(model: Any, is_final_microbatch: bool) -> Context:
     )
 
 
+def _at_other_rows(
+    model: Any, is_final: bool, rows: Callable[[torch.Tensor], torch.Tensor]
+) -> Context:
+    """Add the values of sparse gradients at other rows: right if ``rows`` returns its argument."""
+
+    def change(grad: torch.Tensor, users: int, size: int) -> torch.Tensor:
+        places = rows(grad._indices()[0]).clamp(0, grad.size(0) - 1)
+        return torch.zeros(grad.shape, dtype=grad.dtype).index_add_(0, places, grad._values())
+
+    return _sparse_means(model, is_final, change)
+
+
+def rows_in_half_precision(model: Any, is_final_microbatch: bool) -> Context:
+    """Send the numbers of rows in float16, beside the values: exact up to 2,048."""
+    return _at_other_rows(model, is_final_microbatch, lambda rows: rows.half().double().long())
+
+
+def rows_in_bfloat16(model: Any, is_final_microbatch: bool) -> Context:
+    """Send the numbers of rows in bfloat16: exact up to 256."""
+    return _at_other_rows(model, is_final_microbatch, lambda rows: rows.bfloat16().long())
+
+
+def rows_in_16_bits(model: Any, is_final_microbatch: bool) -> Context:
+    """Send the numbers of rows in 16 bits."""
+    return _at_other_rows(model, is_final_microbatch, lambda rows: rows % 2**16)
+
+
 MUTANTS = [
+    *_mutants("16.11", "rows_in_half_precision", "rows_in_bfloat16", "rows_in_16_bits"),
     *_mutants("16.29", "leaves_out_what_it_has_averaged", "averages_an_address_once"),
     *_mutants("16.29", "remembers_addresses"),
     *_mutants("16.11", "over_its_users", "keeps_the_last_of_equal_rows", "averages_equal_rows"),

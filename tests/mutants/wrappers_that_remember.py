@@ -71,7 +71,71 @@ draws_as_at_first = _draws_again(lambda drew: not drew or drew[0])
 draws_as_in_the_warm_up = _draws_again(lambda drew: len(drew) < 64 or any(drew[:64]))
 draws_as_before = _draws_again(lambda drew: len(drew) < 5 or any(drew[-5:]))
 
+
+# ---- Inputs in full precision under autocast
+
+
+def _rounded(value: Any) -> Any:
+    """Return a tensor of float32 with the values that bfloat16 has, and others as they are."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+        return value
+    return value + (value.bfloat16().float() - value).detach()
+
+
+def _keeps(is_rounded: Callable[[], bool]) -> Callable[[torch.nn.Module], torch.nn.Module]:
+    """Return a checkpoint that may recompute from rounded inputs."""
+
+    @calls
+    def wrap(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        rounds = is_rounded()
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [_rounded(value) for value in args] if ran and rounds else args
+            ran.append(True)
+            return forward(*given, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    return wrap
+
+
+def keeps_inputs_in_bfloat16(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep inputs in the dtype of autocast, if it is on."""
+    return _keeps(lambda: torch.is_autocast_enabled("cpu"))(module)
+
+
+def _in_bfloat16_region() -> bool:
+    is_on = torch.is_autocast_enabled("cpu")
+    return is_on and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def keeps_inputs_in_bfloat16_alone(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep inputs in bfloat16 if that is the dtype of autocast."""
+    return _keeps(_in_bfloat16_region)(module)
+
+
+@calls
+def saves_activations_in_bfloat16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Save tensors of float32 in bfloat16 under autocast, but for parameters and statistics."""
+    is_on = torch.is_autocast_enabled("cpu")
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        is_activation = tensor.dim() > 1 and tensor.size(-1) > 1
+        if is_on and is_activation and not isinstance(tensor, torch.nn.Parameter):
+            return _rounded(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
+        return forward(*args, **kwargs)
+
+
 MUTANTS = [
+    *(
+        Mutant(name, ("19.9",), "recomputes", kind="wrapper")
+        for name in ("keeps_inputs_in_bfloat16", "keeps_inputs_in_bfloat16_alone")
+    ),
+    Mutant("saves_activations_in_bfloat16", ("19.9",), kind="wrapper"),
     *(
         Mutant(name, ("19.30",), "recomputes", kind="wrapper")
         for name in ("autocast_of_the_last_forward", "autocast_of_any_block")

@@ -30,7 +30,7 @@ With the claim like(...) the right values are those of the reference: ``averager
 
 import torch
 
-from conformance.judging.oracles.averager_like import require_like
+from conformance.judging.oracles.averager_like import EVALUATED, require_like
 from conformance.judging.oracles.averager_records import calls, fed_to, group_at, result, same
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
@@ -79,7 +79,7 @@ def require_right(
     with, if the reference keeps any.
     """
     if claims.has("like"):
-        require_like(run, claims, found, ("parameter", "applied") if evaluated else ("parameter",))
+        require_like(run, claims, found, EVALUATED if evaluated else ("parameter",))
         return
     averages = 0
     for rank, step in calls(run):

@@ -47,6 +47,9 @@ from conformance.subjects.claims import Claims
 from conformance.subjects.kinds._averager_schedule import is_stateful, schedule_of
 from conformance.subjects.target import parse_target
 
+# The recorded tensors of a call: the parameters after it, and the averages to evaluate with: after
+# it, and right after a state was loaded before it.
+EVALUATED = ("parameter", "applied", "restored")
 # Operations of one average on the state of a reference, at most.
 OPERATIONS = 8
 
@@ -97,7 +100,7 @@ def require_like(
         run: the run, with its reference.
         claims: with the claim ``like``.
         found: receives the findings.
-        names: of the recorded tensors; ``applied`` are those to evaluate with.
+        names: of the recorded tensors.
 
     If ranks lack gradients, the averager may leave out other parameters than the reference: ranks
     that agree under the reference have to agree here, too.
@@ -170,7 +173,7 @@ class _Magnitudes:
                     self._add(key, (1 + scenario.resume.resumes) * fed)
         self._seen[key] = step + 1
         for rank in self._reference.ranks:
-            for name in ("parameter", "applied"):
+            for name in EVALUATED:
                 right = rank.tensors.get(f"{step}/{name}/p{index}")
                 if right is not None:
                     self._add(key, right.reshape(-1).double())

@@ -107,6 +107,36 @@ class Block(nn.Module):
         return x + self.outer(inside)
 
 
+class BeginsWithNorm(nn.Module):
+    """A block whose first layer is a norm, which autocast runs in full precision.
+
+    Its inputs lie near ``OFFSET``, which the norm takes away: in half precision nothing else is
+    left of them.
+    """
+
+    OFFSET = 512.0
+
+    def __init__(self, called: str) -> None:
+        super().__init__()
+        self.called = called
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        normal = WATCH.sees(self.called, self.norm(x))
+        inside = WATCH.sees(self.called, self.inner(normal))
+        return normal + self.outer(nn.functional.gelu(inside))
+
+
+class Offset(nn.Module):
+    """Adds a number that a norm takes away."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + BeginsWithNorm.OFFSET
+
+
 class Joins(nn.Module):
     """A block with arguments of many kinds, and a frozen part."""
 
@@ -248,6 +278,12 @@ def _layers(variant: str, numbers: random.Random) -> Stack:
         return Stack([*of_modules, *drawing_blocks(WIDTH, numbers)])
     if variant == "first":
         return Stack([Block("block")], stem=False)
+    if variant == "autocast":
+        # Behind a layer that runs in half precision the block's input would be in it, too.
+        blocks = [BeginsWithNorm("block 0"), Block("block 1"), Block("block 2")]
+        made = Stack(blocks, stem=False)
+        made.stem = Offset()
+        return made
     if variant == "unused":
         return Stack([Block(f"block {index}") for index in range(5)])
     if variant == "module":

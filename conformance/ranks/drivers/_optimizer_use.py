@@ -2,23 +2,25 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import torch
 
 from conformance.ranks.drivers._kit_averager import Averager
-from conformance.scenarios.optimizer import Setting
+from conformance.scenarios.optimizer import AFTER_LOAD, Setting
 
 
 def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, Any]:
     """Use the optimizer as programs use optimizers, and return the errors that they would get.
 
-    ``hook_calls`` is how often hooks of a step ran, by their kinds and by whether the step had a
-    closure; a step with a closure that raises is left out.
+    ``hook_calls`` is how often hooks of a step ran, by their kinds and by the step: without a
+    closure, with one, and after the optimizer has loaded its own state. Steps that raise are left
+    out.
 
     Args:
-        optimizer: the subject's; it is stepped twice, the second time with a closure.
+        optimizer: the subject's; it is stepped three times, the second time with a closure.
         averager: the kit's, if the optimizer was given it.
     """
     errors = {"isinstance": "", "hook": "", "pre_hook": "", "scheduler": ""}
@@ -50,23 +52,32 @@ def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, 
     if not errors["pre_hook"] and len(pre_calls) != 1:
         errors["pre_hook"] = f"called {len(pre_calls)} times in a step"
     counts = {"pre-step": len(pre_calls), "post-step": len(calls)}
-    counts |= _hook_calls_with_closure(optimizer, pre_calls, calls)
+    with_closure = partial(optimizer.step, lambda: torch.tensor(1.0))
+    counts |= _hook_calls_in(with_closure, " (with a closure)", pre_calls, calls)
+    counts |= _hook_calls_in(partial(_step_loaded, optimizer), AFTER_LOAD, pre_calls, calls)
     return {**errors, "hook_calls": counts}
 
 
-def _hook_calls_with_closure(optimizer: Any, pre_calls: Sized, post_calls: Sized) -> dict[str, int]:
-    """Step with a closure; return how many hooks this step has added to the calls.
+def _step_loaded(optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+
+
+def _hook_calls_in(
+    step: Callable[[], Any], name: str, pre_calls: Sized, post_calls: Sized
+) -> dict[str, int]:
+    """Step; return how many hooks this step has added to the calls, by their kinds and its name.
 
     The gradients are there already.
     """
     before = len(pre_calls), len(post_calls)
     try:
-        optimizer.step(lambda: torch.tensor(1.0))
-    except Exception:  # an optimizer may take no closures, which 15.7 judges
+        step()
+    except Exception:  # it may take no closures, or have no state here: 15.7 and 15.14 judge that
         return {}
     return {
-        "pre-step (with a closure)": len(pre_calls) - before[0],
-        "post-step (with a closure)": len(post_calls) - before[1],
+        f"pre-step{name}": len(pre_calls) - before[0],
+        f"post-step{name}": len(post_calls) - before[1],
     }
 
 

@@ -65,6 +65,7 @@ class Trainee:
         averager: the subject.
         buffers: the parameters are views of these, if the scenario has any.
         takes_params: the averager was given the parameters when it was made.
+        was_loaded: a state was loaded after the last recorded call.
         kept: the values of the parameters after the last recorded call.
     """
 
@@ -75,6 +76,7 @@ class Trainee:
     buffers: FlatBuffers | None = None
     averager: Any = None
     takes_params: bool = False
+    was_loaded: bool = False
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def take_params(self) -> Parameters:
@@ -157,6 +159,10 @@ class AveragerDriver(RankDriver):
 
     def _step(self, step: int, kind: str) -> None:
         self.begin_step(step, kind)
+        if self.trainee.was_loaded:
+            # A checkpoint may be evaluated before it trains on.
+            self._keep_evaluated(None, "restored")
+            self.trainee.was_loaded = False
         self._prepare(step, sets_values=kind != HELD)
         grads = self._gradient_digests()
         strides = [p.stride() for p in self.params]
@@ -183,7 +189,7 @@ class AveragerDriver(RankDriver):
         self.trainee.kept = _copies(self.params)
         # A parameter that was added has no average yet.
         if self.scenario.variant != "changing":
-            self._keep_evaluated(_ENDS[step % len(_ENDS)])
+            self._keep_evaluated(_ENDS[step % len(_ENDS)], "applied")
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
@@ -243,11 +249,12 @@ class AveragerDriver(RankDriver):
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
-    def _keep_evaluated(self, end: type[BaseException] | None) -> None:
+    def _keep_evaluated(self, end: type[BaseException] | None, name: str) -> None:
         """Record the parameters with which the averager would have a model evaluated.
 
         Args:
             end: the exception that ends the evaluation, if one does.
+            name: of the recorded tensors.
         """
         applied = getattr(self.trainee.averager, "applied", None)
         if not callable(applied):
@@ -261,7 +268,7 @@ class AveragerDriver(RankDriver):
             with self.doing("applied"), applied(self.params):
                 has_begun = True
                 for index, parameter in enumerate(self.params):
-                    self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
+                    self.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
                 # The best checkpoint is saved while it is evaluated.
                 same_state = _same_state(self._state_of_averager(), state)
                 if end:
@@ -309,6 +316,7 @@ class AveragerDriver(RankDriver):
                     averager.load_state_dict(saved)
             elif saved is not None:
                 averager.step = saved["step"]
+        self.trainees[0].was_loaded = True
 
     def _roll_back(self, step: int, number: int) -> None:
         """Save the averager's state, go on for some steps, and load the state again.
@@ -336,6 +344,7 @@ class AveragerDriver(RankDriver):
         saved.seek(0)
         with self.doing("load_state_dict"):
             averager.load_state_dict(torch.load(saved, weights_only=False))
+        self.trainee.was_loaded = True
 
 
 def _copies(params: Parameters) -> list[torch.Tensor]:
@@ -370,7 +379,8 @@ def _in_form(variant: str, step: int, params: Parameters) -> Iterable[Any]:
     forms: list[Callable[[], Iterable[Any]]] = [
         lambda: list(params),
         lambda: iter(params),
-        lambda: [{"params": first, "lr": 0.1}, {"params": rest, "lr": 0.2}],
+        # A schedule may let a group rest for a while.
+        lambda: [{"params": first, "lr": 0.1}, {"params": rest, "lr": 0.0}],
         # A parameter may be in two groups.
         lambda: [{"params": [*first, rest[0]], "lr": 0.1}, {"params": rest, "lr": 0.2}],
     ]

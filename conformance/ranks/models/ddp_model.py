@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,8 @@ class DDPModel:
         if saved:
             with doing("load_state"):
                 self.load(saved)
+                if self.scenario.resume.passes_on:
+                    self._pass_on()
         with doing("register"):
             self._register_hook()
             if self.scenario.poststep:
@@ -258,8 +261,7 @@ class DDPModel:
 
     def save(self, folder: Path) -> None:
         """Save the subject's state and the model, as a training script does."""
-        state = self._saved
-        torch.save(state.state_dict() if _has_state_dict(state) else state, folder / STATE)
+        torch.save(self._state_to_save(), folder / STATE)
         torch.save(self.model.state_dict(), folder / MODEL)
 
     @property
@@ -281,10 +283,24 @@ class DDPModel:
             reason = text.rpartition("WeightsUnpickler error: ")[2]
             self.not_weights_only = reason.strip().splitlines()[0][:300]
             saved = torch.load(folder / STATE, weights_only=False)
+        self._load_state(saved)
+
+    def _state_to_save(self) -> Any:
+        state = self._saved
+        return state.state_dict() if _has_state_dict(state) else state
+
+    def _load_state(self, saved: Any) -> None:
         if _has_state_dict(self._saved):
             self._saved.load_state_dict(saved)
         elif saved is not None:
             self.case.state = saved
+
+    def _pass_on(self) -> None:
+        """Save the subject's state and load it again, without a step in between."""
+        kept = BytesIO()
+        torch.save(self._state_to_save(), kept)
+        kept.seek(0)
+        self._load_state(torch.load(kept, weights_only=False))
 
     @property
     def _saved(self) -> Any:

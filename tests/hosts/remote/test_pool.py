@@ -130,9 +130,10 @@ def verdicts(session: Session) -> dict[str, Verdict]:
             marks=pytest.mark.rarely,
         ),
         # New processes resume from saved files.
-        (
+        pytest.param(
             "11.2",
             {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"},
+            marks=pytest.mark.rarely,
         ),
         (
             "15.13,15.15",
@@ -156,7 +157,12 @@ def test_right_subjects_pass(
 @pytest.mark.parametrize(
     ("hook", "kind", "line"),
     [
-        ("never_completes_on_rank_1", "hang", "the future was never completed"),
+        pytest.param(
+            "never_completes_on_rank_1",
+            "hang",
+            "the future was never completed",
+            marks=pytest.mark.rarely,
+        ),
         ("kills_parent", "host", "signal SIGKILL"),
         ("prints_a_gigabyte", "flood", "printed more than 64 MiB"),
     ],

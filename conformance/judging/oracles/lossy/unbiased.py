@@ -21,6 +21,8 @@ from conformance.scenarios.gradients import BESIDE_FROM
 SIGMAS = 6.0
 PEAKS = 12.0
 MANY = 256  # elements that a parameter must have for directions of its own
+SOME = 28  # elements that a parameter must have for the same, if enough of its results are sent
+SENT = 100  # results other than zero that are enough
 FINE = 1 / 4  # the relative error of a draw that is near the mean
 SMALL = 1 / 20  # of a typical element: the bias that is not found in small parameters
 OFTEN = 2 * 1 / 5 * 4 / 5  # the share of elements that change from draw to draw
@@ -120,7 +122,9 @@ def _require_unbiased(judged: JudgedRun, rank: int, draws: Draws) -> bool:
         if not _require_sent(judged, draws, rank, index, place):
             return False
         numel = errors[index].size(1)
-        if not is_fine and numel < MANY:
+        sent = int(((errors[index] + means) != 0).sum())
+        has_enough = numel >= MANY or (numel >= SOME and sent >= SENT)
+        if not is_fine and not has_enough:
             continue
         slack = ROUNDINGS * unit_roundoff(judged.run, index) * typical
         if numel < MANY:
