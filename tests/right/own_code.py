@@ -106,7 +106,8 @@ def low_rank_of_squares(state: LowRankSquares, bucket: Bucket) -> Result:
 
 
 def _orthonormal(side: int) -> torch.Tensor:
-    random = torch.randn(side, min(2, side), generator=torch.Generator().manual_seed(side))
+    generator = torch.Generator().manual_seed(side)
+    random = torch.randn(side, min(2, side), dtype=torch.float32, generator=generator)
     return torch.linalg.qr(random).Q
 
 
