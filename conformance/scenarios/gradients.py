@@ -235,7 +235,10 @@ def table(
 
     The arguments are those of :func:`gradient`.
     """
-    return _values(kind, period, world, rank, step, TABLE).to(dtype)
+    real = _values(kind, period, world, rank, step, TABLE)
+    if not dtype.is_complex:
+        return real.to(dtype)
+    return torch.complex(real, _values(kind, period, world, rank, step, TABLE + 1)).to(dtype)
 
 
 def tile(table: torch.Tensor, numel: int, param: int, exponent: int = 0) -> torch.Tensor:

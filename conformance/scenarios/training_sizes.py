@@ -73,9 +73,12 @@ def add_large_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def add_large_complex(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Return a scenario with one more parameter, of complex64 and 2**18 to 2**20 elements."""
+    """Return a scenario with one more parameter, of complex64 and 2**18 to 2**20 elements, whose
+    gradients repeat a table of 10,000 to 20,000.
+    """
     size = int(2 ** numbers.uniform(18, 20))
-    return replace(scenario, params=(*scenario.params, Param((size,), "complex64")))
+    period = prime_from(numbers.randint(10_000, 20_000))
+    return replace(scenario, params=(*scenario.params, Param((size,), "complex64")), period=period)
 
 
 def draw_vast(scenario: Scenario, numbers: random.Random) -> Scenario:

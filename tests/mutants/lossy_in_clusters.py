@@ -24,7 +24,7 @@ from tests.mutants.local import Schedule
 
 
 class Parts(Schedule):
-    """A schedule, and the group of those ranks of which four in a row are a part."""
+    """A schedule, and a group of four ranks in a row, this one among them."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)

@@ -141,7 +141,7 @@ class ReadsRatesOfAdamOnce(Sharded):
 
 
 class NumbersOfTheStart(Sharded):
-    """Load the state of those parameters only that the optimizer was made with."""
+    """Load only the state of the parameters that the optimizer was made with."""
 
     def __init__(
         self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
@@ -168,7 +168,7 @@ class ForgetsAddedGroups(NumbersOfTheStart):
 
 
 class OptionsOfTheStart(Sharded):
-    """Restore the options of those groups only that the optimizer was made with."""
+    """Restore only the options of the groups that the optimizer was made with."""
 
     def __init__(
         self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
