@@ -245,7 +245,9 @@ class Engine:
             if not needed.verdict.holds and (
                 self._failed(number) or not self._is_responsible_for_a_run(rule)
             ):
-                return Judgement(rule.number, Verdict.NOT_RUN, f"judged only if {number} holds")
+                also = ", which was not run either" * (needed.verdict is Verdict.NOT_RUN)
+                reason = f"judged only if {number} holds{also}"
+                return Judgement(rule.number, Verdict.NOT_RUN, reason)
         for number in rule.presumes:
             if (verdict := self.judge(number).verdict) is not Verdict.PASS:
                 says = "does not apply" if verdict.holds else "does not hold"

@@ -176,6 +176,13 @@ class Session:
             return {}
         return left_out_causes(self.engine.judgements, self.judgements, self.engine.blamed())
 
+    def add_failed_prerequisites(self) -> None:
+        """Count rules that were left out, fail, and keep selected ones from being judged."""
+        judged = self.engine.judgements if self.engine else {}
+        for number in self.left_out_causes():
+            if number in judged and judged[number].verdict is Verdict.FAIL:
+                self.judgements[number] = judged[number]
+
     def conclude(self, plugins: list[str] | None = None) -> Conclusion:
         """Weigh all judgements, and write the certificate if there is one.
 
@@ -186,6 +193,7 @@ class Session:
             KitError: the certificate could not be written.
         """
         files = self._note_files()
+        self.add_failed_prerequisites()
         header = dict(self.header)
         if plugins:
             header["pytest_plugins"] = plugins

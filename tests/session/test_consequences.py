@@ -1,7 +1,14 @@
 """Rules that were not run follow from a rule that fails."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.session.consequences import consequences, left_out_causes
+from tests.made_sessions import conclusion_of, failed, made_session
 
 
 def not_run(number: str, reason: str) -> Judgement:
@@ -9,9 +16,9 @@ def not_run(number: str, reason: str) -> Judgement:
 
 
 def test_each_rule_follows_from_the_first_cause() -> None:
-    failed = {"values@2": {"verdict": "fail", "reason": ""}}
+    broken = {"values@2": {"verdict": "fail", "reason": ""}}
     judgements = [
-        Judgement("1.5", Verdict.FAIL, "values@2: hung", runs=failed),
+        Judgement("1.5", Verdict.FAIL, "values@2: hung", runs=broken),
         not_run("1.1", "judged only if 1.5 holds"),
         not_run("2.1", "judged only if 1.1 holds"),
         not_run("2.2", "values@3: not tried: it hung in values@2"),
@@ -61,3 +68,35 @@ def test_so_is_one_that_a_broken_run_is_blamed_on() -> None:
 
 def test_rules_that_were_run_need_no_cause() -> None:
     assert causes([Judgement("2.1", Verdict.PASS)], "2.1") == {}
+
+
+def test_a_failed_rule_that_was_left_out_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 7 would say that nothing failed."""
+    monkeypatch.chdir(tmp_path)
+    session = made_session()
+    waits = Judgement("8.1", Verdict.NOT_RUN, "judged only if 2.1 holds")
+    session.judgements = {"8.1": waits}
+    judged = {"8.1": waits, "2.1": failed("2.1")}
+    engine: Any = SimpleNamespace(judgements=judged, blamed=dict)
+    session.engine = engine
+    session.add_failed_prerequisites()
+    assert set(session.judgements) == {"2.1", "8.1"}
+    assert conclusion_of(session).verdict == "refused"
+
+
+def test_a_rule_that_was_left_out_and_holds_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    session = made_session()
+    waits = Judgement("8.1", Verdict.NOT_RUN, "judged only if 2.1 holds")
+    session.judgements = {"8.1": waits}
+    engine: Any = SimpleNamespace(
+        judgements={"8.1": waits, "2.1": Judgement("2.1", Verdict.NOT_RUN, "no rank came")},
+        blamed=dict,
+    )
+    session.engine = engine
+    session.add_failed_prerequisites()
+    assert set(session.judgements) == {"8.1"}
