@@ -342,19 +342,26 @@ def test_torchs_raises_for_a_scalar_parameter(pool: Pool) -> None:
         )
 
 
-def test_a_sparse_parameter_stays_synchronised(pool: Pool, impatient: Pool) -> None:
-    params = (Param((12, 9)), Param((10, 3), layout="sparse"), Param((7,)))
+_WITH_SPARSE = (Param((12, 9)), Param((10, 3), layout="sparse"), Param((7,)))
+
+
+def test_a_sparse_parameter_stays_synchronised(pool: Pool) -> None:
     run = run_hook(
         pool,
-        scenario(5, params=params, kind="crafted"),
+        scenario(5, params=_WITH_SPARSE, kind="crafted"),
         hook="hooks_ref:powerSGD_hook",
         state=f"{STATES}:power_sgd",
     )
     for step in range(5):
         assert torch.equal(result(run, 0, step, 1), gradients(run, step, 1).mean(0))
+
+
+@pytest.mark.rarely
+def test_torchs_own_lets_a_sparse_parameter_drift(impatient: Pool) -> None:
+    """Or its ranks wait for each other until the deadline."""
     broken = try_hook(
         impatient,
-        scenario(5, params=params, kind="crafted"),
+        scenario(5, params=_WITH_SPARSE, kind="crafted"),
         hook=f"{SUBJECTS}:torchs_hook",
         state=f"{SUBJECTS}:torchs",
     )

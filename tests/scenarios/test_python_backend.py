@@ -52,6 +52,7 @@ def test_rules_without_evidence_are_not_run(pool: Pool, number: str, reason: str
     require_not_run(pool, number, reason)
 
 
+@pytest.mark.rarely
 def test_a_rule_that_builds_on_one_without_evidence_is_not_run(impatient: Pool) -> None:
     """Ranks wait in the store for a peer that has died, until the deadline."""
     require_not_run(impatient, "12.4", "judged only if 12.2 holds")
