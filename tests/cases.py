@@ -81,7 +81,7 @@ COSTLY_RULES = {
     *(f"19.{place}" for place in (*range(23, 36), 38)),
 }
 # Each costly rule judges one in so many subjects.
-ONE_IN = 20
+ONE_IN = 12
 
 
 def is_costly(rule: Rule) -> bool:

@@ -24,7 +24,7 @@ from tests.rules.damage import Draw, damaged
 
 SEED = 0
 # Damages that each rule judges.
-DRAWS = 6
+DRAWS = 10
 # Each part of the rules of a kind is a test of its own.
 PARTS = 4
 WORLDS = (2,)

@@ -70,33 +70,28 @@ def test_rules_that_were_run_need_no_cause() -> None:
     assert causes([Judgement("2.1", Verdict.PASS)], "2.1") == {}
 
 
-def test_a_failed_rule_that_was_left_out_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("left_out", "counted", "verdict"),
+    [
+        (failed("2.1"), {"2.1", "8.1"}, "refused"),
+        (not_run("2.1", "no rank came"), {"8.1"}, "not certified"),
+    ],
+    ids=["fails", "was not run"],
+)
+def test_a_rule_that_was_left_out_counts_if_it_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left_out: Judgement,
+    counted: set[str],
+    verdict: str,
 ) -> None:
     """Exit code 7 would say that nothing failed."""
     monkeypatch.chdir(tmp_path)
     session = made_session()
-    waits = Judgement("8.1", Verdict.NOT_RUN, "judged only if 2.1 holds")
+    waits = not_run("8.1", "judged only if 2.1 holds")
     session.judgements = {"8.1": waits}
-    judged = {"8.1": waits, "2.1": failed("2.1")}
-    engine: Any = SimpleNamespace(judgements=judged, blamed=dict)
+    engine: Any = SimpleNamespace(judgements={"8.1": waits, "2.1": left_out}, blamed=dict)
     session.engine = engine
     session.add_failed_prerequisites()
-    assert set(session.judgements) == {"2.1", "8.1"}
-    assert conclusion_of(session).verdict == "refused"
-
-
-def test_a_rule_that_was_left_out_and_holds_counts_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    session = made_session()
-    waits = Judgement("8.1", Verdict.NOT_RUN, "judged only if 2.1 holds")
-    session.judgements = {"8.1": waits}
-    engine: Any = SimpleNamespace(
-        judgements={"8.1": waits, "2.1": Judgement("2.1", Verdict.NOT_RUN, "no rank came")},
-        blamed=dict,
-    )
-    session.engine = engine
-    session.add_failed_prerequisites()
-    assert set(session.judgements) == {"8.1"}
+    assert set(session.judgements) == counted
+    assert conclusion_of(session).verdict == verdict

@@ -281,7 +281,7 @@ def hangs(process_group: Any, rank: int) -> Case:
 
     def check() -> None:
         # The collectives of this group end with an error, and the test goes on.
-        patience = datetime.timedelta(seconds=15)
+        patience = datetime.timedelta(seconds=30)
         ddp = model_with(dist.new_group(timeout=patience), "")
         logged = logged_lines()
         ended = False
