@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from conformance.judging.oracles.lossy import (
     LEFT,
-    LEFT_UNDER_OPTIONS,
+    LEFT_IN_REPEATED,
     LONG_SCENARIOS,
     MIXING_STEPS,
     OPTION_SCENARIOS,
+    REPEATED_SCENARIOS,
     TRIALS,
     TRIALS_OF_VALUES,
 )
@@ -244,7 +245,7 @@ def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
     """Add steps that show whether results are right again: draws on the same gradients, or steps
     in which residuals come out or estimates converge.
     """
-    count = _steps_until_drained(claims.delta, LEFT_UNDER_OPTIONS)
+    count = _steps_until_drained(claims.delta, LEFT_IN_REPEATED)
     more = {
         UNBIASED: ("constant",) * TRIALS,
         FEEDBACK: ("faint",) * count,
@@ -254,7 +255,7 @@ def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _draining_steps(scenario: Scenario, claims: Claims) -> int:
-    left = LEFT_UNDER_OPTIONS if scenario.name in OPTION_SCENARIOS else LEFT
+    left = LEFT_IN_REPEATED if scenario.name in REPEATED_SCENARIOS else LEFT
     return _steps_until_drained(claims.delta, left)
 
 

@@ -3,6 +3,7 @@
 import datetime
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from conformance.session.request import SESSION, Request, prepare_request, profi
 from conformance.session.results import set_aside
 from conformance.session.run_sources import LocalSource, ReplaySource, RunSource, new_records_folder
 from conformance.session.subject_files import SubjectFiles, subject_files
+from conformance.session.threads import processors_for_ranks
 from conformance.subjects.claims import Claims, default_claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from conformance.torch_versions.faults import lines_of
@@ -90,6 +92,7 @@ class Session:
         # The number of GPUs, if each rank needs one.
         self._devices: int | None = None
         self.progress = Progress()
+        self._until_closed = ExitStack()
 
     @classmethod
     def of(
@@ -128,6 +131,7 @@ class Session:
             TargetError: the subject cannot be loaded.
             KitError: the machine is not fit to judge.
         """
+        self._until_closed.enter_context(processors_for_ranks())
         description, machine = self._describe()
         claims, claimed_by = self._claims(description)
         with profile_is_required(self.options):
@@ -229,6 +233,7 @@ class Session:
 
     def close(self) -> None:
         """Stop every process and remove every folder of this session."""
+        self._until_closed.close()
         if self.pool:
             self.pool.close()
 

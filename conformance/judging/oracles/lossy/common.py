@@ -72,6 +72,21 @@ class JudgedRun:
                 if math.prod(spec.shape) and not is_frozen:
                     yield rank, index, f"rank {rank}, parameter {self.run.parameter_name(index)}"
 
+    def without_equals(self) -> list[int]:
+        """Return the ranks without those that need no judging of their own, once it is known that
+        gradients have the same bits on all ranks of a group that have them.
+
+        One of the ranks of a group is judged that have gradients of the same parameters and steps.
+        Results that DDP drops are on record by rank, and are not known to be the same.
+        """
+        if self.run.scenario.ddp.find_unused_parameters:
+            return list(range(self.run.world))
+        judged: dict[object, int] = {}
+        for rank in range(self.run.world):
+            names = frozenset(self.run.ranks[rank].tensors)
+            judged.setdefault((self.group(rank), names, self.trains_throughout(rank)), rank)
+        return list(judged.values())
+
     def trains_throughout(self, rank: int) -> bool:
         """Whether a rank has an input in every step."""
         scenario = self.run.scenario

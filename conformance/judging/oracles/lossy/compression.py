@@ -4,6 +4,7 @@ The derivations stand in the package's docstring.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -21,7 +22,7 @@ SLOWER = 4  # times slower than signs with one scale, see "Slow compressors"
 STILL_LEFT = 1 / 4  # of ordinary gradients, at most, in a slow compressor's residual
 
 
-def require_sum_of_means(judged: JudgedRun, steps: range) -> None:
+def require_sum_of_means(judged: JudgedRun, steps: range, ranks: Sequence[int] = ()) -> None:
     """Require the results of all steps to sum to the means, for compression with feedback.
 
     A rank that runs out of inputs leaves before residuals are empty. It gets the same bits as a
@@ -31,7 +32,7 @@ def require_sum_of_means(judged: JudgedRun, steps: range) -> None:
     scenario = judged.run.scenario
     fed = sum(not scenario.steps[step].endswith("faint") for step in steps)
     begins = [steps, *(range(at, steps.stop) for at in scenario.rewraps)]
-    for rank, index, place in judged.parameters():
+    for rank, index, place in judged.parameters(*ranks):
         if not judged.trains_throughout(rank):
             continue
         got = judged.results(rank, index, steps)
@@ -114,9 +115,9 @@ def require_drained(judged: JudgedRun, steps: range) -> None:
         judged.found.checked(got.numel(), size / LIMIT)
 
 
-def require_convergence(judged: JudgedRun, last: int) -> None:
+def require_convergence(judged: JudgedRun, last: int, ranks: Sequence[int] = ()) -> None:
     """Require the mean in the last step, after the same gradients again and again."""
-    for rank, index, place in judged.parameters():
+    for rank, index, place in judged.parameters(*ranks):
         if not judged.trains_throughout(rank):
             continue
         got = judged.results(rank, index, range(last, last + 1))
