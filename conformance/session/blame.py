@@ -6,6 +6,7 @@ scenario. For every other rule that reads the run it is "not run". A run that cl
 as a dtype that the subject refuses, fails nobody if every rank got an error.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from conformance.judging.verdict import Verdict
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds import KINDS
+from conformance.subjects.spec import SubjectSpec
+
+_CALL_ON_NONE = re.compile(r"raised (Attribute|Type)Error: .*NoneType.*\(in hook call ")
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,18 @@ def claims_exclude(claims: Claims, run: Run) -> bool:
         return True
     dtypes = {spec.dtype for spec in run.scenario.params}
     return bool(claims.dtypes) and not dtypes <= set(claims.dtypes)
+
+
+def missing_state(subject: SubjectSpec, failed: FailedRun) -> str:
+    """Return advice if a hook without ``--state`` raised in a call on an object that is None, ''
+    otherwise.
+    """
+    if subject.hook is None or subject.state or not _CALL_ON_NONE.search(failed.line):
+        return ""
+    return (
+        "without --state the hook gets None as its state; if it needs one, give --state "
+        "mypkg:MyState,option=value"
+    )
 
 
 def missing_claim(claims: Claims, run: Run, failed: FailedRun) -> str:

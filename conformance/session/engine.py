@@ -20,6 +20,7 @@ from conformance.session.blame import (
     consequence,
     is_responsible,
     missing_claim,
+    missing_state,
     owns,
     refuses_scenario,
 )
@@ -507,6 +508,7 @@ class Engine:
         if meaning.verdict is Verdict.FAIL:
             cause = (
                 failed.cause
+                or missing_state(self.subject, failed)
                 or missing_claim(self.claims, run, failed)
                 or self.maker.explain(run, failed)
             )

@@ -473,4 +473,4 @@ def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 def _memory() -> int:
     """Return the bytes in use of the C library's allocator, without garbage; 0 if unknown."""
     gc.collect()
-    return process_state.counts()["memory"]
+    return process_state.allocated()

@@ -29,5 +29,5 @@ def counts() -> dict[str, int]:
         "children": len(process_state.children()),
         "files": len(process_state.files_left()),
         "blocks": sys.getallocatedblocks(),
-        "memory": process_state._allocated(),
+        "memory": process_state.allocated(),
     }

@@ -85,7 +85,7 @@ def kept() -> dict[str, int]:
     # Twice: finalizers of the first collection may leave new garbage.
     gc.collect()
     gc.collect()
-    memory = process_state.counts()["memory"]
+    memory = process_state.allocated()
     everything = gc.get_objects()
     # isinstance() would read ``__class__``, which raises for a dead weakref.proxy.
     tensors = [item for item in everything if issubclass(type(item), torch.Tensor)]
