@@ -5,6 +5,7 @@ commands, both made ahead of the tests that need them.
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from conformance.hosts.pool import Pool
 from conformance.judging.rule import Rule
 from conformance.rules import book
-from tests.cases import PATIENT, Case, Judgements, judges
+from tests.cases import PATIENT, Case, Judge, Judgements, judges
 from tests.gpg_keys import Signer, made_signer
 
 
@@ -111,8 +112,15 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
     """Start to judge the ``case`` of every selected test, once each, while other tests run.
 
     This is apart from ``judgements_of`` because a fixture in automatic use is one of every test,
-    and the marker ``ranks`` is only for tests that request judgements.
+    and the marker ``ranks`` is only for tests that request judgements. A worker of pytest-xdist
+    knows too late which tests it gets: it judges a case when its test asks for it.
     """
+    is_thorough = request.config.getoption("--thorough")
+    if is_worker(request.config):
+        with ExitStack() as stack:
+            judge = Judge(stack)
+            yield lambda case: judge.judge(replace(case, rules=()) if is_thorough else case)
+        return
     cases = [
         item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)
     ]
@@ -120,13 +128,15 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
         # An executor starts a process of multiprocessing's even if nothing is submitted.
         yield none_selected
         return
-    whole = {
-        case: replace(case, rules=()) if request.config.getoption("--thorough") else case
-        for case in cases
-    }
+    whole = {case: replace(case, rules=()) if is_thorough else case for case in cases}
     with judges() as judged:
         futures = {case: judged(case) for case in dict.fromkeys(whole.values())}
         yield lambda case: futures[whole[case]].result()
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is a process of pytest-xdist, one of several that share the tests."""
+    return hasattr(config, "workerinput")
 
 
 def none_selected(case: Case) -> Judgements:
@@ -145,7 +155,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _ran_ahead(request: pytest.FixtureRequest) -> Iterator[Future[Any] | None]:
     """Start to run the commands of CI's templates, if a selected test needs their results."""
-    if not any("ran" in fixtures(item) for item in request.session.items):
+    is_needed = any("ran" in fixtures(item) for item in request.session.items)
+    if is_worker(request.config) or not is_needed:
         yield None
         return
     from tests.ci_runs import run_all
@@ -156,9 +167,11 @@ def _ran_ahead(request: pytest.FixtureRequest) -> Iterator[Future[Any] | None]:
 
 
 @pytest.fixture(scope="session")
-def ran(_ran_ahead: Future[Any]) -> Any:
+def ran(_ran_ahead: Future[Any] | None, checkout: Path) -> Any:
     """The results of all commands of all templates of CI, by command."""
-    return _ran_ahead.result()
+    from tests.ci_runs import run_all
+
+    return _ran_ahead.result() if _ran_ahead else run_all(checkout)
 
 
 @pytest.fixture(scope="session")

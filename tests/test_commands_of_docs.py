@@ -121,7 +121,9 @@ NOT_RUN = {
     "python -m pip install -e . -c constraints.txt": _INSTALLS,
     "python -m pip install -e . -c constraints.txt && pytest conformance/ --hook "
     "hooks_ref:allreduce_hook": _INSTALLS,
-    "python -m pip install -e '.[test]' -c constraints.txt && pytest": _INSTALLS,
+    "python -m pip install -e '.[test]' -c constraints.txt && pytest -n 3 --dist loadfile": (
+        _INSTALLS
+    ),
     "python -m pip install /path/to/the/clone": _INSTALLS,
     "python -m pip install 'ddp-conformance[sign]'": _INSTALLS,
     "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu": (

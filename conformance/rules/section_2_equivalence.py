@@ -107,7 +107,7 @@ def wide_range(run: Run, claims: Claims, found: Found) -> None:
     never a finite value.
     """
     if claims.fused:
-        found.does_not_apply("it would overflow the parameters that a fused hook steps")
+        found.does_not_apply("gradients of this range would overflow the parameters that a fused hook steps")
     elif not skip_if_lossy(claims, found, "small values beside large ones may be lost"):
         require_steps(run, claims, found, run.steps("wide"))
 
@@ -441,7 +441,7 @@ def ranges(run: Run, claims: Claims, found: Found) -> None:
     Values that overflow in a partial sum may become infinite, as in 2.3.
     """
     if claims.fused:
-        found.does_not_apply("it would overflow the parameters that a fused hook steps")
+        found.does_not_apply("gradients of this range would overflow the parameters that a fused hook steps")
     elif not skip_if_lossy(claims, found, "values at the ends of a range may be lost"):
         require_steps(run, claims, found, run.steps("crafted", "normal"))
 

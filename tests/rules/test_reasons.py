@@ -52,7 +52,11 @@ def reasons(number: str, run: Run, claims: str) -> list[str]:
             "local",
             "small values beside large ones may be lost, because the subject claims local",
         ),
-        ("2.3", FUSED, "it would overflow the parameters that a fused hook steps"),
+        (
+            "2.3",
+            FUSED,
+            "gradients of this range would overflow the parameters that a fused hook steps",
+        ),
         (
             "2.13",
             "unbiased",

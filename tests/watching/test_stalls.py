@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from conformance.watching.stalls import LOOKS, StallReporter, describe
 
+pytestmark = pytest.mark.ranks
+
 
 @dataclass
 class Ranks:

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import io, sys, torch, hooks_ref
 from conformance.ranks.instruments.forgotten_modules import forget_package
