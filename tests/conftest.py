@@ -2,6 +2,7 @@
 commands, both made ahead of the tests that need them.
 """
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,6 +74,11 @@ def signer() -> Iterator[Signer]:
         pytest.skip("gpg is not installed")
     with made_signer("Kit") as made:
         yield made
+
+
+def pytest_collection_finish() -> None:
+    """Take what has been imported and collected out of the garbage collector's sight."""
+    gc.freeze()
 
 
 def fixtures(item: pytest.Item) -> list[str]:

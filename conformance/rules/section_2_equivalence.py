@@ -35,6 +35,9 @@ from conformance.subjects.claims import LOCAL, Claims
 DOC = "torch documentation, DDP Communication Hooks"
 
 
+_OVERFLOWS_FUSED = "gradients of this range would overflow the parameters that a fused hook steps"
+
+
 @rule(
     "2.1",
     "Gives the exact mean of crafted gradients",
@@ -107,7 +110,9 @@ def wide_range(run: Run, claims: Claims, found: Found) -> None:
     never a finite value.
     """
     if claims.fused:
-        found.does_not_apply("gradients of this range would overflow the parameters that a fused hook steps")
+        found.does_not_apply(
+            "gradients of this range would overflow the parameters that a fused hook steps"
+        )
     elif not skip_if_lossy(claims, found, "small values beside large ones may be lost"):
         require_steps(run, claims, found, run.steps("wide"))
 
@@ -441,7 +446,9 @@ def ranges(run: Run, claims: Claims, found: Found) -> None:
     Values that overflow in a partial sum may become infinite, as in 2.3.
     """
     if claims.fused:
-        found.does_not_apply("gradients of this range would overflow the parameters that a fused hook steps")
+        found.does_not_apply(
+            "gradients of this range would overflow the parameters that a fused hook steps"
+        )
     elif not skip_if_lossy(claims, found, "values at the ends of a range may be lost"):
         require_steps(run, claims, found, run.steps("crafted", "normal"))
 
