@@ -238,9 +238,9 @@ def fed(
         period=period,
     )
     if spec.layout == "sparse":
-        used = torch.zeros(spec.shape[0], 1, dtype=values.dtype)
-        used[sparse_rows(spec.shape[0], rank, step)] = 1
-        values = values * used
+        used = torch.zeros(spec.shape[0], 1, dtype=torch.bool)
+        used[sparse_rows(spec.shape[0], rank, step)] = True
+        values = torch.where(used, values, 0.0)
     if values.is_complex():
         values = torch.view_as_real(values)
     return values.reshape(-1).double()

@@ -268,7 +268,8 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     source="pytorch#54747, pytorch#111422; torch's PowerSGD silently stops synchronising them",
     remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
     "in 16 bits; values in a narrower dtype; another group than that of dense buckets; rows that "
-    "are written in place of being added; a divisor of the ranks that have rows",
+    "are written in place of being added; a divisor of the ranks that have rows; a mask of rows by "
+    "their norm, which drops NaN",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an
@@ -280,10 +281,12 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     up no row.
 
     Crafted values, and random ones, which no narrower dtype holds, are judged, on two groups of
-    ranks. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)`` all elements of
-    the large one have noise.
+    ranks. Then all rows of one rank are NaN in a step, and infinite in another: they come out as
+    that on all ranks of its group, and ordinary values are right again after them. Lossy and fused
+    hooks get no such rows. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)``
+    all elements of the large one have noise.
     """
-    require_steps(run, claims, found, run.steps("crafted", "normal"))
+    require_steps(run, claims, found, run.steps("crafted", "normal", "nan", "inf"))
     if claims.fused and not found.failures:
         require_optimizer(run, claims, found)
     if claims.noise and not found.failures:

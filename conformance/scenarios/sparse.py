@@ -38,7 +38,8 @@ _SPARSE = Scenario(
         Param((12, 2), "float64", layout="sparse"),
         Param((7,)),
     ),
-    steps=("crafted", "crafted", "normal"),
+    # In the last two steps but one, all rows of one rank are NaN, or infinite; a group each.
+    steps=("crafted", "crafted", "normal", "nan/1/all", "inf/0/all", "crafted"),
     groups=((1, 3), (0, 2)),
 )
 

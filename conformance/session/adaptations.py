@@ -33,6 +33,7 @@ from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.reused_states import ROLLED_BACK
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.sparse import SPARSE
 from conformance.scenarios.specials import base_kind
 from conformance.scenarios.surroundings import (
     AUTOCAST,
@@ -181,6 +182,13 @@ ADAPTATIONS = (
         lambda scenario, claims: claims.world_only,
         changes.count_ranks_of_world,
         "a factory's world_size and rank are those of the group that it averages over",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name == SPARSE.name and bool(claims.lossy or claims.fused)
+        ),
+        changes.drop_special_steps,
+        "residuals and optimizers keep NaN",
     ),
     Adaptation(
         changes.is_fused,

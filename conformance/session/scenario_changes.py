@@ -45,7 +45,7 @@ from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.specials import with_all_elements, without_element
+from conformance.scenarios.specials import base_kind, with_all_elements, without_element
 from conformance.scenarios.surroundings import (
     JOINT,
     with_ranks,
@@ -210,6 +210,12 @@ def _without_wide(steps: Sequence[str], claims: Claims) -> tuple[str, ...]:
     if claims.warmup:
         kept.sort(key=lambda kind: kind != "normal")
     return tuple(kept)
+
+
+def drop_special_steps(scenario: Scenario, claims: Claims) -> Scenario:
+    """Drop the steps with NaN and infinities, and those behind them."""
+    kinds = [base_kind(kind) for kind in scenario.steps]
+    return replace(scenario, steps=scenario.steps[: kinds.index("nan")])
 
 
 def begin_with_random_values(scenario: Scenario, claims: Claims) -> Scenario:

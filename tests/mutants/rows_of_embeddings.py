@@ -83,6 +83,35 @@ def drops_faint_rows(state: Any, bucket: Bucket) -> Result:
     )
 
 
+def drops_rows_without_a_length(state: Any, bucket: Bucket) -> Result:
+    """Send the rows whose norm is above zero, which the norm of NaN is not."""
+    if is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer().coalesce()
+    is_used = own.values().norm(dim=1) > 0
+    kept = own.indices()[:, is_used], own.values()[is_used]
+    bucket.set_buffer(torch.sparse_coo_tensor(*kept, own.shape))
+    return _gathered(state, bucket)
+
+
+def clamps_rows(state: Any, bucket: Bucket) -> Result:
+    """Clamp values to the largest one of float32."""
+    largest = torch.finfo(torch.float32).max
+    return _gathered(
+        state, bucket, values_sent=lambda values: values.clamp(min=-largest, max=largest)
+    )
+
+
+def skips_steps_with_nan(state: Any, bucket: Bucket) -> Result:
+    """Leave each rank its own rows if one of its own is NaN or infinite: no rank is asked."""
+    if is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer().coalesce()
+    is_finite = own.values().isfinite().all()
+    mean = _gathered(state, bucket)
+    return mean if is_finite else completed(torch.zeros_like(own))
+
+
 def values_by_their_largest(state: Any, bucket: Bucket) -> Result:
     """Send values relative to the largest one, to which an epsilon is added."""
 
@@ -164,6 +193,7 @@ MUTANTS = [
     for name in (
         *("rows_in_16_bits", "rows_in_bfloat16", "values_in_float16", "last_row_is_padding"),
         *("drops_faint_rows", "values_by_their_largest", "values_in_tenths_of_a_billionth"),
+        *("drops_rows_without_a_length", "clamps_rows", "skips_steps_with_nan"),
         *("keeps_the_last_of_equal_rows", "averages_equal_rows"),
         *("divides_by_its_users", "leaves_out_what_some_do_not_use"),
     )
