@@ -9,7 +9,11 @@ from conformance.judging.twins import is_shared, require_models_and_twins
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
-from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
+from conformance.scenarios.evidence import (
+    FEEDBACK_RESCALED,
+    FEEDBACK_RESTING,
+    FEEDBACK_UNUSED,
+)
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
 from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
 from conformance.scenarios.surroundings import JOINT
@@ -251,10 +255,10 @@ _DROPPED = (
 @rule(
     "11.6",
     "Holds back gradients in the units of the loss scale",
-    on=(FEEDBACK_RESCALED,),
-    owns=(FEEDBACK_RESCALED,),
+    on=(FEEDBACK_RESCALED, FEEDBACK_RESTING),
+    owns=(FEEDBACK_RESCALED, FEEDBACK_RESTING),
     claimed="holds_back",
-    needs=("13.1",),
+    needs=("13.1", "11.5"),
     since="1.6",
     source="torch documentation, torch.amp.GradScaler.update: the scale doubles after 2,000 steps "
     "and halves after an overflow",
@@ -266,15 +270,20 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
 
     The trainer calls the function with the factor before the next forward; for the first factor
     twice, with two factors that make it up, as for a model that rests while another one trains
-    under the same GradScaler. One parameter has 2**16 to 2**17 elements. Without a call no hook can
-    know of the change: what it holds back is added to gradients of another scale. The certificate
-    names that limit.
+    under the same GradScaler. One parameter has 2**16 to 2**17 elements. If ``keeps_unused`` is
+    claimed, too, the scale also changes in a run in which each parameter rests in turn, as in 11.5.
+    Without a call no hook can know of the change: what it holds back is added to gradients of
+    another scale. The certificate names that limit.
     """
     if not claims.rescaled:
         found.does_not_apply(
             "under GradScaler its state stays in units of the old loss scale: "
             "rescaled(call=NAME) is not claimed"
         )
+    elif run.scenario.name == FEEDBACK_RESTING.name and (
+        claims.lossy == DIFFERENCE or not claims.keeps_unused
+    ):
+        found.does_not_apply()
     elif claims.lossy == DIFFERENCE:
         require_near_estimates(run, claims, found, _OLD_UNITS)
     else:

@@ -116,6 +116,14 @@ FEEDBACK_RESCALED = Scenario(
     prerequisite="buckets",
 )
 
+FEEDBACK_RESTING = replace(
+    FEEDBACK_UNUSED,
+    name="feedback_resting",
+    summary="the loss scale changes while no rank uses one parameter of five, for hooks that hold "
+    "back parts of gradients",
+    loss_scales=(16,) * 6 + (8,) * 6,
+)
+
 SCENARIOS = (
     SPECIAL_LARGE,
     SPECIAL_DEEP,
@@ -124,6 +132,7 @@ SCENARIOS = (
     COLLECTIVE_RAISES_LATE,
     FEEDBACK_UNUSED,
     FEEDBACK_RESCALED,
+    FEEDBACK_RESTING,
 )
 
 
@@ -246,6 +255,24 @@ def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
     )
 
 
+def _draw_resting(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the sizes, the number of steps, and the loss scales.
+
+    The scale changes four times, each time by a factor of 2**5 or more. In every step another
+    parameter rests.
+    """
+    scenario = _draw_unused(scenario, draw)
+    count = len(scenario.steps)
+    changes = draw.sample(range(2, count - 1), 4)
+    exponents = [draw.randint(13, 16)]
+    for step in range(1, count):
+        last = exponents[-1]
+        if step in changes:
+            last = draw.randint(4, 8) if last > 8 else draw.randint(13, 16)
+        exponents.append(last)
+    return replace(scenario, loss_scales=tuple(exponents))
+
+
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     SPECIAL.name: _draw_special,
     SPECIAL_LARGE.name: _draw_special_large,
@@ -255,4 +282,5 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     COLLECTIVE_RAISES_LATE.name: draw_late_failure,
     FEEDBACK_UNUSED.name: _draw_unused,
     FEEDBACK_RESCALED.name: _draw_rescaled,
+    FEEDBACK_RESTING.name: _draw_resting,
 }

@@ -12,7 +12,11 @@ from conformance.judging.oracles.lossy import (
 )
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.draws import drawn
-from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
+from conformance.scenarios.evidence import (
+    FEEDBACK_RESCALED,
+    FEEDBACK_RESTING,
+    FEEDBACK_UNUSED,
+)
 from conformance.scenarios.hook import (
     ACCUMULATED,
     BUCKETS,
@@ -72,6 +76,8 @@ _MIXING = tuple(
 
 # The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
 # a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
+# Those in which the sum of all results shows what became of residuals.
+_FOR_RESIDUALS = tuple(s.name for s in (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_RESTING))
 _FEW_ELEMENTS = {
     CONTRACTION: (VALUES.name, VALUES_AGAIN.name, LAYERS.name),
     FEEDBACK: (LAYERS.name,),
@@ -309,7 +315,7 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name in (FEEDBACK_UNUSED.name, FEEDBACK_RESCALED.name)
+            scenario.name in _FOR_RESIDUALS
             and not changes.is_judged_with_feedback(scenario, claims)
         ),
         changes.take_first_step,

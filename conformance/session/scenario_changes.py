@@ -27,6 +27,7 @@ from conformance.scenarios import (
 from conformance.scenarios.clusters import CLUSTERS, with_groups_of
 from conformance.scenarios.evidence import (
     FEEDBACK_RESCALED,
+    FEEDBACK_RESTING,
     FEEDBACK_UNUSED,
     SPECIAL_DEEP,
     SPECIAL_LARGE,
@@ -387,6 +388,8 @@ def is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
     """Whether a scenario for residuals is one that the claims promise to pass."""
     if scenario.name == FEEDBACK_UNUSED.name:
         return claims.keeps_unused
+    if scenario.name == FEEDBACK_RESTING.name:
+        return claims.keeps_unused and bool(claims.rescaled) and claims.lossy != DIFFERENCE
     return scenario.name == FEEDBACK_RESCALED.name and bool(claims.rescaled)
 
 

@@ -221,6 +221,68 @@ def keeps_one_factor(state: Any, bucket: Bucket) -> Result:
     return _hook(state, bucket)
 
 
+class _AtUse(_Later):
+    """Notes factors for the parameters of each bucket."""
+
+    in_bucket: list[torch.nn.Parameter]
+
+
+class LosesAtRest(_AtUse):
+    """Multiplies residuals when they are sent, and forgets factors after each step."""
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        unused = Residuals.is_unused(self, parts)
+        for parameter, is_resting in zip(self.in_bucket, unused, strict=True):
+            factor = self.noted.pop(parameter, 1.0)
+            if parameter in self.kept and not is_resting:
+                self.kept[parameter].mul_(factor)
+        return unused
+
+
+class RescalesTheLatest(_AtUse):
+    """Rescales the residuals of the parameters that the last step used."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(process_group)
+        self.latest: dict[torch.nn.Parameter, bool] = {}
+
+    def rescale(self, factor: float) -> None:
+        for parameter, residual in self.kept.items():
+            if self.latest.get(parameter):
+                residual.mul_(factor)
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        unused = Residuals.is_unused(self, parts)
+        self.latest |= {p: not rests for p, rests in zip(self.in_bucket, unused, strict=True)}
+        return unused
+
+
+class ScaleOfTheBucket(_AtUse):
+    """Keeps the scale of each residual, and takes that of the bucket's last step for it."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(process_group)
+        self.scale = 1.0
+        self.scales: dict[torch.nn.Parameter, float] = {}
+
+    def rescale(self, factor: float) -> None:
+        self.scale *= factor
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        unused = Residuals.is_unused(self, parts)
+        for parameter, is_resting in zip(self.in_bucket, unused, strict=True):
+            if parameter in self.kept and not is_resting:
+                self.kept[parameter].mul_(self.scale / self.scales[parameter])
+            self.scales[parameter] = self.scale
+        return unused
+
+
+def forgets_the_factor_of_an_expert(state: Any, bucket: Bucket) -> Result:
+    """Leave the residual of a parameter that rests in units of the old loss scale."""
+    state.in_bucket = bucket.parameters()
+    return _hook(state, bucket)
+
+
 class Clamps(Residuals):
     """Clamps the factor to a quarter and four."""
 
@@ -299,6 +361,9 @@ MUTANTS = [
     _mutant("rescales_a_copy", "11.6", "RescalesACopy"),
     _mutant("keeps_one_factor", "11.6", "KeepsTheLast"),
     _mutant("keeps_one_factor", "11.6", "KeepsTheFirst"),
+    _mutant("forgets_the_factor_of_an_expert", "11.6", "LosesAtRest"),
+    _mutant("forgets_the_factor_of_an_expert", "11.6", "RescalesTheLatest"),
+    _mutant("forgets_the_factor_of_an_expert", "11.6", "ScaleOfTheBucket"),
     _mutant(
         "estimate_of_mean_stays",
         "11.6",
