@@ -129,7 +129,15 @@ def memory(run: Run, claims: Claims, found: Found) -> None:
                 f"memory that does not grow by more than {growth.limit} bytes",
                 f"rank {rank.rank}: {growth.name} grew by {growth.grown} bytes in {growth.steps} "
                 "steps",
+                _KEPT.get(growth.name, ""),
             )
+
+
+_KEPT = {
+    "tensors": "tensors of earlier steps are still in a list, a closure or a cycle of references",
+    "allocated": "memory of earlier steps is still in use, by objects that are no tensors of "
+    "Python's: futures, Work objects, or an extension's",
+}
 
 
 @rule(
