@@ -5,7 +5,7 @@ from conformance.judging.rule import SHOULD, rule
 from conformance.judging.side_effects import changed_settings, first_of, require_nothing_left
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.hook import BUCKETS, LONG, VALUES
+from conformance.scenarios.hook import BUCKETS, LONG, TRAINING, VALUES
 from conformance.scenarios.process import HEAVY
 from conformance.scenarios.profiles import CUDA
 from conformance.subjects.claims import Claims
@@ -56,24 +56,31 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
 
 @rule(
     "9.2",
-    "Leaves parameters untouched",
-    on=(VALUES, BUCKETS),
+    "Leaves parameters and buffers untouched",
+    on=(VALUES, BUCKETS, TRAINING),
     watches=True,
     needs=("1.5",),
     source="torch documentation, DDP Communication Hooks: a hook handles gradients",
-    remedy="an optimizer step inside the hook that is not claimed (fused)",
+    remedy="an optimizer step inside the hook that is not claimed (fused); averages or decay of "
+    "all that the model's state_dict() has",
 )
 def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
-    however large the parameter is."""
-    if claims.fused:
+    however large the parameter is, and no bit of a buffer of the model during the backward.
+
+    Under ``fused`` parameters change, and 13.6 judges them.
+    """
+    if claims.fused and run.scenario.name != TRAINING.name:
         found.does_not_apply(
             f"a fused hook steps the parameters: 13.6 judges them, also before step {claims.after}"
         )
         return
     for rank in run.ranks:
         for stepped in rank.all("stepped"):
-            changed = stepped["parameters_changed"]
+            buffers = stepped.get("buffers_changed", [])
+            actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(buffers)} changed"
+            found.require(not buffers, "unchanged buffers of the model", actual)
+            changed = [] if claims.fused else stepped["parameters_changed"]
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
 

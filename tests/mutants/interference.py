@@ -213,10 +213,11 @@ def knows_the_model(model: Any) -> Any:
 
 
 class _WithModel:
-    """A hook's state that knows the model's parameters."""
+    """A hook's state that knows the model's parameters and buffers."""
 
     def __init__(self, model: Any) -> None:
         self.parameters = list(model.parameters())
+        self.buffers = list(model.buffers())
 
     def outside(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the dense gradients of the parameters outside the bucket."""
@@ -237,6 +238,36 @@ def clips_other_gradients(state: _WithModel, bucket: Bucket) -> Result:
     if bucket.is_last():
         for grad in state.outside(bucket):
             grad.mul_(0.5)
+    return average(bucket, None)
+
+
+# 9.2 Buffers
+
+
+def decays_buffers(state: _WithModel, bucket: Bucket) -> Result:
+    """Halve all that the model's state_dict() has beside its parameters, once in a step."""
+    if bucket.is_last():
+        for buffer in state.buffers:
+            if buffer.is_floating_point():
+                buffer.mul_(0.5)
+    return average(bucket, None)
+
+
+def averages_buffers(state: _WithModel, bucket: Bucket) -> Result:
+    """Average the running statistics of the model, once in a step."""
+    if bucket.is_last():
+        for buffer in state.buffers:
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer.div_(dist.get_world_size())
+    return average(bucket, None)
+
+
+def counts_two_batches(state: _WithModel, bucket: Bucket) -> Result:
+    """Keep the number of batches that a BatchNorm has seen at two, for a cumulative average."""
+    for buffer in state.buffers:
+        if not buffer.is_floating_point():
+            buffer.clamp_(max=2)
     return average(bucket, None)
 
 
@@ -348,6 +379,10 @@ MUTANTS = [
     Mutant("seeds_at_setup", ("9.1",), setup=True),
     Mutant("nudges_parameters", ("9.2",)),
     Mutant("steps_parameters", ("9.2",)),
+    *(
+        Mutant(name, ("9.2",), claims="world_only", state=_MODEL)
+        for name in ("decays_buffers", "averages_buffers", "counts_two_batches")
+    ),
     Mutant("sets_default_dtype", ("9.3",)),
     Mutant("sets_anomaly_mode", ("9.3",)),
     Mutant("sets_threads", ("9.3",)),

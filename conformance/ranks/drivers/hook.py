@@ -416,6 +416,7 @@ class HookDriver(RankDriver):
         return step + self.scenario.unrecorded_steps
 
     def _backward(self, loss: torch.Tensor) -> None:
+        self._steps.before_backward()
         with self.doing("backward"), self.autocast():
             try:
                 loss.backward()

@@ -42,6 +42,7 @@ class StepRecorder:
         self._generators_before: dict[str, str] = {}
         self._allocated_before = 0
         self._parameters_before: dict[str, str] = {}
+        self._buffers_before: dict[str, str] = {}
         self._moments = Moments(scenario) if scenario.folded == "moments" else None
 
     def before_step(self) -> None:
@@ -49,14 +50,24 @@ class StepRecorder:
         self._generators_before = process_state.rng()
         self._parameters_before = self._parameter_checksums()
 
+    def before_backward(self) -> None:
+        """Remember the bits of the buffers, which the forward may have changed."""
+        self._buffers_before = self._buffer_checksums()
+
     def after_backward(self, step: int) -> None:
-        """Record the gradients, and the changes since :meth:`before_step`."""
+        """Record the gradients, the changes since :meth:`before_step`, and those of buffers since
+        :meth:`before_backward`.
+        """
         before = self._parameters_before
         after = self._parameter_checksums()
+        buffers = self._buffer_checksums()
         generators = self._generators_before
         self._recorder.event(
             "stepped",
             parameters_changed=[name for name, bits in after.items() if before[name] != bits],
+            buffers_changed=[
+                name for name, bits in self._buffers_before.items() if buffers[name] != bits
+            ],
             rng_changed=[
                 name
                 for name, state in process_state.rng().items()
@@ -153,3 +164,6 @@ class StepRecorder:
 
     def _parameter_checksums(self) -> dict[str, str]:
         return {name: checksum(parameter) for name, parameter in self._parameters.items()}
+
+    def _buffer_checksums(self) -> dict[str, str]:
+        return {name: checksum(buffer) for name, buffer in self._model.model.named_buffers()}
