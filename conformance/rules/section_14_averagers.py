@@ -341,8 +341,9 @@ def like_reference(run: Run, claims: Claims, found: Found) -> None:
     """In every step the parameters, and the averaged copies to evaluate with if the reference keeps
     any, are those of the reference up to the roundings of its recurrence. If the averager has
     ``applied(params)``, a context that writes the averages into the parameters, it restores them,
-    also if an error, KeyboardInterrupt or SystemExit ends the context; within it ``state_dict()``
-    is the same as before. After ``load_state_dict()`` it writes the loaded averages at once.
+    also if an error, KeyboardInterrupt, SystemExit or another BaseException ends the context;
+    gradients and ``requires_grad`` are as before it, and within it ``state_dict()`` is the same as
+    before. After ``load_state_dict()`` it writes the loaded averages at once.
 
     The bound is one for each element; ``oracles/averager_like.py`` derives it. If ranks lack
     gradients, the averager may leave out other parameters than the reference, but ranks that agree

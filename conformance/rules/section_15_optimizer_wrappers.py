@@ -210,8 +210,8 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
     the closure's loss; the averager is called once.
 
     An exception of a closure comes out of step(), which has changed nothing and called no averager;
-    the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration or
-    GeneratorExit.
+    the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration,
+    GeneratorExit or BaseException.
 
     In drawn steps the loss of one rank alone is NaN, an infinity, zero, negative, large or tiny,
     with ordinary gradients, and in one step the gradients of one rank are zeros: the step is like

@@ -365,7 +365,8 @@ def exception(run: Run, claims: Claims, found: Found) -> None:
     """An exception that is raised inside a context on all ranks comes out unchanged; after
     gradients are cleared, the next step gives the means.
 
-    It is an error, KeyboardInterrupt, SystemExit, StopIteration or GeneratorExit.
+    It is an error, KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit or
+    BaseException.
     """
     for rank in run.ranks:
         for event in rank.all("failed"):

@@ -148,8 +148,8 @@ def long(run: Run, claims: Claims, found: Found) -> None:
     "returns nothing",
 )
 def interrupts(run: Run, claims: Claims, found: Found) -> None:
-    """KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit come out of the body
-    unchanged, without a wait for other ranks and without a hook; the joinables can be used
+    """KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit and BaseException come out of
+    the body unchanged, without a wait for other ranks and without a hook; the joinables can be used
     again."""
     if not applies_to_context(run, found):
         return

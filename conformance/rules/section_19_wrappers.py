@@ -316,7 +316,7 @@ def errors(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """An exception in a block comes out of the forward unchanged, no hook on saved tensors stays in
     force, and the next step is right.
 
-    It is an error, KeyboardInterrupt, SystemExit or GeneratorExit.
+    It is an error, KeyboardInterrupt, SystemExit, GeneratorExit or BaseException.
     """
     cause = "they were not removed when the forward raised an error"
     for name in subject_runs(runs):

@@ -1,14 +1,21 @@
 """Exceptions that end a step of training early, beside errors. Code that handles ``Exception``
-alone misses most.
+alone misses most, and code that names those it knows misses ``BaseException``: it stands for those
+of other libraries, such as ``asyncio.CancelledError``.
 """
 
 import random
 
 from conformance.scenarios.model import Scenario
 
-INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit")
+INTERRUPTS = (
+    "KeyboardInterrupt",
+    "SystemExit",
+    "StopIteration",
+    "GeneratorExit",
+    "BaseException",
+)
 
-INTERRUPTS_OF_FORWARDS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
+INTERRUPTS_OF_FORWARDS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit", "BaseException")
 """Without StopIteration, which torch's own checkpoints, generators, make a RuntimeError."""
 
 ERROR = "ArithmeticError"

@@ -32,7 +32,8 @@ LONG = replace(
 INTERRUPTS = replace(
     PLAIN,
     name="joinable_interrupts",
-    summary="KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit in the body",
+    summary="KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit and BaseException in the "
+    "body",
     variant="interrupts",
     world_sizes=(2,),
 )

@@ -75,8 +75,9 @@ CLOSURE = replace(
     PLAIN,
     name="optimizer_closure",
     summary="steps are given a closure; before some steps one raises an exception, as if the batch "
-    "were skipped: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit; in "
-    "some steps the loss of one rank is unusual, and in one the gradients of a rank are zeros",
+    "were skipped: an error, KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit and "
+    "BaseException; in some steps the loss of one rank is unusual, and in one the gradients of a "
+    "rank are zeros",
     steps=("crafted", "crafted", "zero_one", *("crafted",) * 7),
     world_sizes=(2,),
     variant="closure",

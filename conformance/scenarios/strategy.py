@@ -195,9 +195,10 @@ ORDERED = replace(
 RAISES = replace(
     VIEWS,
     name="strategy_raises",
-    summary="in ten steps all ranks raise an exception inside the context, before a backward or "
-    "after the last: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit",
-    steps=("crafted",) * 20,
+    summary="in twelve steps all ranks raise an exception inside the context, before a backward or "
+    "after the last: an error, KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit and "
+    "BaseException",
+    steps=("crafted",) * 24,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     variant="raises",
 )
@@ -330,7 +331,7 @@ def raised_in(scenario: Scenario, step: int) -> str:
 
 # Steps in which an exception is raised that is no error, before a backward and after it in turn. A
 # whole step follows each: another exception may put back what one has left.
-_INTERRUPTED = range(4, 20, 2)
+_INTERRUPTED = range(4, 24, 2)
 
 
 def abandoned_after(scenario: Scenario, step: int) -> int | None:

@@ -116,8 +116,8 @@ RAISES = replace(
     PLAIN,
     name="wrapper_raises",
     summary="a block raises an exception in a forward before each step but the first: an error, "
-    "KeyboardInterrupt, SystemExit and GeneratorExit",
-    steps=("normal",) * 5,
+    "KeyboardInterrupt, SystemExit, GeneratorExit and BaseException",
+    steps=("normal",) * 6,
     world_sizes=(2,),
     variant="raises",
 )

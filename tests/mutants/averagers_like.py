@@ -104,6 +104,51 @@ class EmaStaysAfterAnInterrupt(Ema):
         return _StaysAfterAnInterrupt(self.chosen(params), self.average)
 
 
+class _KnowsInterrupts(_Applied):
+    def __exit__(self, kind, *_):
+        if kind is None or issubclass(kind, (Exception, KeyboardInterrupt, SystemExit)):
+            self._set(self.kept)
+
+
+class EmaKnowsInterrupts(Ema):
+    """Restore the parameters after errors and Python's own interrupts, but not after others."""
+
+    def applied(self, params):
+        return _KnowsInterrupts(self.chosen(params), self.average)
+
+
+class _Evaluates(_Applied):
+    """Evaluates without gradients."""
+
+    def __enter__(self):
+        super().__enter__()
+        for parameter in self.params:
+            parameter.requires_grad_(False)
+
+
+class EmaEvaluatesForGood(Ema):
+    """Take requires_grad from the parameters, and do not give it back."""
+
+    def applied(self, params):
+        return _Evaluates(self.chosen(params), self.average)
+
+
+class _Clears(_Applied):
+    """Clears gradients, whose memory the evaluation may use."""
+
+    def __exit__(self, kind, *_):
+        super().__exit__(kind)
+        for parameter in self.params:
+            parameter.grad = None
+
+
+class EmaClearsGradients(Ema):
+    """Clear gradients that are accumulated while a model is evaluated."""
+
+    def applied(self, params):
+        return _Clears(self.chosen(params), self.average)
+
+
 class _RaisesAfterAnError(_Applied):
     def __exit__(self, kind, *_):
         self._set(self.kept)
@@ -362,7 +407,8 @@ MUTANTS = [
         Mutant(name, ("14.12",), **EMA)
         for name in (
             *("EmaInHalf", "EmaStaysAfterAnError", "EmaStaysAfterAnInterrupt", "EmaKeepsNoCopies"),
-            *("EmaSwaps", "EmaWithoutAverage"),
+            *("EmaSwaps", "EmaWithoutAverage", "EmaKnowsInterrupts"),
+            *("EmaEvaluatesForGood", "EmaClearsGradients"),
             *("EmaEvaluatesOldCopies", "EmaLoadsAtTheNextCall", "EmaEvaluatesAfterAnAverage"),
         )
     ),

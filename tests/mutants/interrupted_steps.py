@@ -15,6 +15,8 @@ from tests.mutants.strategies import _average
 from tests.mutants.wrappers import Forward, calls
 
 Closure = Callable[[], Any]
+# An interrupt of another library, such as asyncio.CancelledError, is none of them.
+_KNOWN = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 # ---- Strategies
 
@@ -27,6 +29,21 @@ def put_back_after_errors(model: Any, is_final_microbatch: bool) -> Iterator[Non
     try:
         yield
     except Exception:
+        model.require_backward_grad_sync = before
+        raise
+    model.require_backward_grad_sync = before
+    if is_final_microbatch:
+        _average(model)
+
+
+@contextmanager
+def put_back_after_what_it_knows(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Put DDP's setting back after errors and Python's own interrupts."""
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = False
+    try:
+        yield
+    except _KNOWN:
         model.require_backward_grad_sync = before
         raise
     model.require_backward_grad_sync = before
@@ -84,13 +101,15 @@ class AveragesInFinally(PostLocal):
 class LooksAhead(PostLocal):
     """Compute gradients at parameters a little ahead, and go back after an error, not Ctrl-C."""
 
+    _undoes: tuple[type[BaseException], ...] = (Exception,)
+
     def step(self, closure: Closure | None = None) -> Any:
         if closure is None:
             return super().step()
         self._move(2.0)
         try:
             loss = self._called(closure)
-        except Exception:
+        except self._undoes:
             self._move(0.5)
             raise
         self._move(0.5)
@@ -106,6 +125,12 @@ class LooksAhead(PostLocal):
     def _move(self, factor: float) -> None:
         for parameter in self.parameters():
             parameter.mul_(factor)
+
+
+class LooksAheadOfWhatItKnows(LooksAhead):
+    """Go back after errors and Python's own interrupts."""
+
+    _undoes = _KNOWN
 
 
 # ---- Wrappers
@@ -126,6 +151,20 @@ def takes_hooks_off_after_errors(forward: Forward, *args: Any, **kwargs: Any) ->
 
 
 @calls
+def takes_hooks_off_after_what_it_knows(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Take hooks on saved tensors off after errors and Python's own interrupts."""
+    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    hooks.__enter__()
+    try:
+        made = forward(*args, **kwargs)
+    except _KNOWN:
+        hooks.__exit__()
+        raise
+    hooks.__exit__()
+    return made
+
+
+@calls
 def exits_as_an_error(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Make an error of an exit, as the entry of a worker does."""
     try:
@@ -136,10 +175,13 @@ def exits_as_an_error(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 MUTANTS = [
     Mutant("put_back_after_errors", ("16.14",), kind="strategy"),
+    Mutant("put_back_after_what_it_knows", ("16.14",), kind="strategy"),
     Mutant("StaysOnExit", ("16.14",), kind="strategy"),
     Mutant("GuardsItsStep", ("15.7",), kind="optimizer"),
     Mutant("AveragesInFinally", ("15.7",), kind="optimizer"),
     Mutant("LooksAhead", ("15.7",), kind="optimizer"),
+    Mutant("LooksAheadOfWhatItKnows", ("15.7",), kind="optimizer"),
+    Mutant("takes_hooks_off_after_what_it_knows", ("19.15",), kind="wrapper"),
     Mutant("takes_hooks_off_after_errors", ("19.15",), kind="wrapper"),
     Mutant("exits_as_an_error", ("19.15",), kind="wrapper"),
 ]

@@ -237,6 +237,15 @@ def require_restored(run: Run, found: Found) -> None:
                 if event["failed"]
                 else "",
             )
+            others = event.get("changed_gradients", [])
+            found.require(
+                not others,
+                f"the gradients and requires_grad as they were, after {how} of an evaluation "
+                "inside applied()",
+                f"rank {rank.rank}, step {event['step']}: others for "
+                f"{', '.join(f'p{index}' for index in others)}",
+                "the evaluation without gradients is not undone: use torch.no_grad()",
+            )
             found.require(
                 event["same_state"],
                 "the same state_dict() within applied() as before it",

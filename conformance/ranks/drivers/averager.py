@@ -49,8 +49,12 @@ class _Exits(SystemExit):
     """The evaluation ends the process, and somebody catches that."""
 
 
+class _Cancelled(BaseException):
+    """An interrupt of another library, such as asyncio.CancelledError."""
+
+
 # How evaluations end, step by step.
-_ENDS = (None, _EvaluationError, None, _Interrupted, None, _EvaluationError, None, _Exits)
+_ENDS = (None, _EvaluationError, None, _Interrupted, None, _Cancelled, None, _Exits)
 
 
 @dataclass
@@ -261,6 +265,7 @@ class AveragerDriver(RankDriver):
             return  # it evaluates with the parameters themselves
         has_begun = False
         before = _copies(self.params)
+        gradients = self._gradients()
         state = self._state_of_averager()
         same_state = True
         activity = self.activity
@@ -273,7 +278,7 @@ class AveragerDriver(RankDriver):
                 same_state = _same_state(self._state_of_averager(), state)
                 if end:
                     raise end("this evaluation failed")
-        except (_EvaluationError, _Interrupted, _Exits):
+        except (_EvaluationError, _Interrupted, _Cancelled, _Exits):
             self.activity = activity
         except Exception as error:
             if has_begun:
@@ -285,7 +290,21 @@ class AveragerDriver(RankDriver):
             return
         pairs = enumerate(zip(self.params, before, strict=True))
         changed = [index for index, (now, kept) in pairs if not _same_values(now, kept)]
-        self.recorder.event("evaluated", failed=bool(end), changed=changed, same_state=same_state)
+        pairs = enumerate(zip(self._gradients(), gradients, strict=True))
+        self.recorder.event(
+            "evaluated",
+            failed=bool(end),
+            changed=changed,
+            changed_gradients=[index for index, (now, kept) in pairs if now != kept],
+            same_state=same_state,
+        )
+
+    def _gradients(self) -> list[tuple[bool, str | None]]:
+        """Return for each parameter whether it requires a gradient, and a digest of the one that it
+        has.
+        """
+        digests = self._gradient_digests()
+        return [(p.requires_grad, one) for p, one in zip(self.params, digests, strict=True)]
 
     def _state_of_averager(self) -> Any:
         """Return a copy of the averager's state_dict(); None if it has none."""
