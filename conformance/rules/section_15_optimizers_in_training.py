@@ -432,7 +432,7 @@ def under_scaler(run: Run, claims: Claims, found: Found) -> None:
     an averager, the gradients of one rank alone overflow in a further step: the other ranks step,
     and all ranks call the averager. Without this attribute nothing is promised for such a step,
     since that rank does not call the optimizer. The steps, scales and clipped magnitudes are drawn
-    from the session's seed.
+    from the session's seed; in the last steps the scale is below 1, as after many overflows.
 
     If param_groups hold no parameter with a gradient, but slices that are copied in step(), a
     GradScaler raises an exception, and no step is silently wrong. The rule does not apply

@@ -77,7 +77,7 @@ def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "have millions of elements",
     remedy="a threshold in elements or bytes, beyond which tensors are kept in another way, in "
     "parts or in fewer bits; values outside the range of float16; a dtype that is kept as another "
-    "one",
+    "one; NaN or infinities that are made finite",
 )
 def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Blocks of 2**17 to 2**21 elements, three sizes that are drawn evenly over their logarithms,
@@ -88,7 +88,8 @@ def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     Blocks of bfloat16, float16, float32 and float64 have the results without the wrapper, bit for
     bit, on numbers of all magnitudes that are normal in their dtype. For each dtype two sizes of
     2**4 to 2**17 elements are drawn, and for each element the exponent. Products alone compute
-    these results, and all of them are exact.
+    these results, and all of them are exact. In the second step each block has NaN and an infinity
+    of either sign, whose gradients are those without the wrapper, too.
     """
     require_same_training(runs, found)
 
@@ -192,9 +193,9 @@ def frozen(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "forward with another dropout mask",
 )
 def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """Tables of 70,000 to 200,000 rows, gathered and largest elements, masks, bytes and dropout
-    have the outputs and gradients without the wrapper. With the claim draws_anew this is required
-    of the step without dropout."""
+    """Tables of 70,000 to 200,000 rows, gathered and largest elements, masks, bytes, integers
+    beyond 2**32 and dropout have the outputs and gradients without the wrapper. With the claim
+    draws_anew this is required of the step without dropout."""
     require_same_training(runs, found, steps=1 if claims.has("draws_anew") else None)
 
 

@@ -68,9 +68,10 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
     however large the parameter is, and no bit of a buffer of the model during the backward.
 
-    Under ``fused`` parameters change, and 13.6 judges them.
+    Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """
-    if claims.fused and run.scenario.name != TRAINING.name:
+    frozen = _frozen_at_some_step(run)
+    if claims.fused and run.scenario.name != TRAINING.name and not frozen:
         found.does_not_apply(
             f"a fused hook steps the parameters: 13.6 judges them, also before step {claims.after}"
         )
@@ -80,9 +81,21 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
             buffers = stepped.get("buffers_changed", [])
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(buffers)} changed"
             found.require(not buffers, "unchanged buffers of the model", actual)
-            changed = [] if claims.fused else stepped["parameters_changed"]
+            changed = stepped["parameters_changed"]
+            if claims.fused:
+                changed = [name for name in changed if stepped["step"] in frozen.get(name, ())]
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
+
+
+def _frozen_at_some_step(run: Run) -> dict[str, list[int]]:
+    """Return the steps in which parameters are frozen, by the names of those that ever are."""
+    steps = range(len(run.scenario.steps))
+    frozen = {
+        run.parameter_name(index): [step for step in steps if run.scenario.is_frozen(index, step)]
+        for index in range(len(run.scenario.params))
+    }
+    return {name: found for name, found in frozen.items() if found}
 
 
 @rule(

@@ -209,6 +209,10 @@ UNEVEN = replace(
 )
 
 
+# The last step of a plan of a GradScaler whose gradients may overflow.
+LAST_OVERFLOW = 8
+
+
 @dataclass(frozen=True)
 class Scaling:
     """The plan of a GradScaler around an optimizer.
@@ -216,6 +220,7 @@ class Scaling:
     Attributes:
         first_scale: the scale of the first step.
         interval: the number of steps without an overflow after which the scale doubles.
+        last_scale: the scale of the last steps, below 1, as after many overflows.
         everywhere: the steps in which the gradients of all ranks overflow.
         alone: the step in which the gradients of one rank overflow, if that is judged.
         alone_place: the place of that rank in its group, modulo the group's size.
@@ -227,6 +232,7 @@ class Scaling:
 
     first_scale: float
     interval: int
+    last_scale: float
     everywhere: tuple[int, ...]
     alone: int
     alone_place: int
@@ -234,6 +240,10 @@ class Scaling:
     clip: float
     apart: int
     lacking: dict[int, int]
+
+    def set_after(self, step: int) -> float | None:
+        """Return the scale that is set after a step, if one is: no step overflows from there on."""
+        return self.last_scale if step == LAST_OVERFLOW else None
 
     def overflows(self, step: int, place: int, size: int, has_alone: bool) -> bool:
         """Whether the gradients of the rank in a place of its group overflow at a step.

@@ -9,7 +9,14 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.optimizer import PLAIN, RELOADED, SCHEDULED, Scaling, Setting
+from conformance.scenarios.optimizer import (
+    LAST_OVERFLOW,
+    PLAIN,
+    RELOADED,
+    SCHEDULED,
+    Scaling,
+    Setting,
+)
 
 # In float64 small changes of a learning rate show.
 _WIDE = tuple(replace(param, dtype="float64") for param in SCHEDULED.params)
@@ -149,7 +156,7 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
 
 def scaled(draw: random.Random) -> Setting:
     """Return the plan of a GradScaler: steps that overflow, scales, and steps that are clipped."""
-    first, second, alone = draw.sample(range(1, 9), 3)
+    first, second, alone = draw.sample(range(1, LAST_OVERFLOW + 1), 3)
     # Each kind of step is unscaled once before the step, and once by the GradScaler.
     unscaled = {step for step in range(12) if draw.random() < 0.5}
     unscaled = (unscaled | {first, 9}) - {second, 10}
@@ -158,6 +165,7 @@ def scaled(draw: random.Random) -> Setting:
         scaling=Scaling(
             first_scale=2.0 ** draw.randint(8, 14),
             interval=draw.randint(2, 3),
+            last_scale=2.0 ** -draw.randint(5, 10),
             everywhere=(first, second),
             alone=alone,
             alone_place=draw.randrange(8),

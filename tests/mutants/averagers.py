@@ -199,6 +199,37 @@ class FirstHasGradients(Averager):
         return [parameter for parameter, use in zip(chosen, used.tolist(), strict=True) if use]
 
 
+class LeavesOutZeros(Averager):
+    """Leave out the parameters whose gradients are zeros on all ranks."""
+
+    def chosen(self, params):
+        chosen = super().chosen(params)
+        used = [p.grad is not None and bool(p.grad.any()) for p in chosen]
+        flags = torch.tensor(used, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return [parameter for parameter, use in zip(chosen, flags.tolist(), strict=True) if use]
+
+
+class LeavesOutOwnZeros(LeavesOutZeros):
+    """Keep the values of parameters whose gradients are zeros on this rank."""
+
+    def average_one(self, parameter):
+        before = parameter.detach().clone()
+        is_zero = parameter.grad is not None and not parameter.grad.any()
+        super().average_one(parameter)
+        if is_zero:
+            parameter.copy_(before)
+
+
+class DropsZeroGradients(Averager):
+    """Drop gradients of zeros, which say that a parameter was not used."""
+
+    def average_one(self, parameter):
+        super().average_one(parameter)
+        if parameter.grad is not None and not parameter.grad.any():
+            parameter.grad = None
+
+
 class SizeOfWorld(Averager):
     """Sum over the group, and divide by the size of WORLD."""
 
@@ -333,6 +364,9 @@ MUTANTS = (
     Mutant("SkipsScalars,period=4,warmup_steps=10", ("14.7",), **OF),
     Mutant("Rebinds,period=4,warmup_steps=10", ("14.8",), **OF),
     Mutant("ForgetsGradients,period=4,warmup_steps=10", ("14.8",), **OF),
+    Mutant("DropsZeroGradients,period=4,warmup_steps=10", ("14.8",), **OF),
+    Mutant("LeavesOutZeros,period=4,warmup_steps=10", ("14.1",), **OF),
+    Mutant("LeavesOutOwnZeros,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("Freezes,period=4,warmup_steps=10", ("14.8",), **OF),
     Mutant("WaitsForAMoment,period=4,warmup_steps=10", ("14.10",), **OF),
     Mutant("StartsAnew,period=4,warmup_steps=10", ("14.11",), **OF),

@@ -419,6 +419,38 @@ class UnscalesEverything(PostLocal):
         parameter.grad.div_(scale)
 
 
+class _UnscalesWhatThereIs(UnscalesEverything):
+    """Unscale the gradients that there are: right."""
+
+    def unscale(self, parameter: torch.Tensor, scale: Any) -> None:
+        if parameter.grad is not None:
+            parameter.grad.div_(self.divisor(float(scale)))
+
+    def divisor(self, scale: float) -> float:
+        return scale
+
+
+class TakesSmallScalesForNone(_UnscalesWhatThereIs):
+    """Unscale only if the scale is above 1."""
+
+    def divisor(self, scale: float) -> float:
+        return max(scale, 1.0)
+
+
+class UnscalesByIntegers(_UnscalesWhatThereIs):
+    """Keep the scale as an integer, which is 1 at least."""
+
+    def divisor(self, scale: float) -> float:
+        return int(scale) or 1
+
+
+class BoundsScales(_UnscalesWhatThereIs):
+    """Take a scale below an eighth for an error of the caller."""
+
+    def divisor(self, scale: float) -> float:
+        return scale if scale > 0.125 else 0.125
+
+
 class FillsWithZeros(UnscalesEverything):
     """Give a parameter without a gradient zeros before the step: its momentum moves it then."""
 
@@ -552,5 +584,9 @@ MUTANTS = [
     ),
     *(Mutant(name, ("15.38",), **OF) for name in ("DropsOverflows", "DropsInfinities")),
     *(Mutant(name, ("15.38",), **OF) for name in ("UnscalesEverything", "FillsWithZeros")),
+    *(
+        Mutant(name, ("15.38",), **OF)
+        for name in ("TakesSmallScalesForNone", "UnscalesByIntegers", "BoundsScales")
+    ),
     Mutant("StepsIfPeersDo", ("15.38",), hangs=True, **OF),
 ]

@@ -1,5 +1,6 @@
 """Mutants of section 19 that keep activations of one dtype in another, or in another range."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,69 @@ def cuts_large_ones_off(module: torch.nn.Module) -> torch.nn.Module:
     return packs(pack)(module)
 
 
+def _changes(
+    module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """Keep floating-point tensors as ``change`` returns them."""
+    return packs(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)(module)
+
+
+def makes_finite(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep NaN as zero, and infinities as the largest numbers."""
+    return _changes(module, torch.nan_to_num)
+
+
+def clamps_infinities(module: torch.nn.Module) -> torch.nn.Module:
+    """Clamp what is kept to the finite numbers of its dtype."""
+    return _changes(
+        module,
+        lambda tensor: tensor.clamp(torch.finfo(tensor.dtype).min, torch.finfo(tensor.dtype).max),
+    )
+
+
+def drops_nan(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep zero for NaN."""
+    return _changes(
+        module, lambda tensor: torch.where(tensor.isnan(), 0.0, tensor).to(tensor.dtype)
+    )
+
+
+def _keeps_integers(
+    module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """Keep integers of 64 bits as ``change`` returns them."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        is_long = tensor.dtype is torch.int64
+        return change(tensor) if is_long else tensor, tensor.dtype
+
+    return packs(pack, lambda packed: packed[0].to(packed[1]))(module)
+
+
+def integers_in_32_bits(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep integers in 32 bits: they are indices, mostly."""
+    return _keeps_integers(module, lambda tensor: tensor.to(torch.int32))
+
+
+def clamps_integers(module: torch.nn.Module) -> torch.nn.Module:
+    """Clamp integers to 32 bits."""
+    return _keeps_integers(module, lambda tensor: tensor.clamp(max=2**31 - 1).to(torch.int32))
+
+
+def integers_without_a_sign(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep the lower 32 bits of integers: no index is negative."""
+    return _keeps_integers(module, lambda tensor: tensor & 0xFFFFFFFF)
+
+
 MUTANTS = [
+    *(
+        Mutant(name, ("19.24",), kind="wrapper")
+        for name in ("makes_finite", "clamps_infinities", "drops_nan")
+    ),
+    *(
+        Mutant(name, ("19.29",), kind="wrapper")
+        for name in ("integers_in_32_bits", "clamps_integers", "integers_without_a_sign")
+    ),
     Mutant("scales_bfloat16", ("19.24",), kind="wrapper"),
     Mutant("doubles_in_two_parts", ("19.24",), kind="wrapper"),
     Mutant("one_half_for_another", ("19.24",), kind="wrapper"),

@@ -252,12 +252,16 @@ def forwards(run: Run) -> Iterator[tuple[int, Event]]:
 
 
 def differing_elements(got: torch.Tensor, right: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return the indices at which two tensors of one shape differ by more than the tolerance."""
+    """Return the indices at which two tensors of one shape differ by more than the tolerance.
+
+    NaN is equal to NaN, and an infinity to itself.
+    """
     got = got.reshape(-1).double()
     right = right.reshape(-1).double()
-    limit = tolerance * right.abs().max() if len(right) else 0.0
-    # NaN compares false with everything, so that it differs as well.
-    return (~((got - right).abs() <= limit)).nonzero().flatten()
+    finite = right[right.isfinite()]
+    limit = tolerance * finite.abs().max() if len(finite) else 0.0
+    is_same = (got == right) | (got.isnan() & right.isnan())
+    return (~(is_same | ((got - right).abs() <= limit))).nonzero().flatten()
 
 
 def prefix_cause(names: Any, wanted: Any) -> str:

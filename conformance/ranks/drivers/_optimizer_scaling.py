@@ -80,6 +80,6 @@ class Scaler:
         """Step the optimizer, unless the gradients overflow."""
         self._scaler.step(self._optimizer)
 
-    def update(self) -> None:
-        """Update the scale."""
-        self._scaler.update()
+    def update(self, step: int) -> None:
+        """Update the scale after a step."""
+        self._scaler.update(self._plan.set_after(step))

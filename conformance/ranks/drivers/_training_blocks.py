@@ -119,6 +119,9 @@ class LowRank(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
+_BEYOND_32_BITS = 2**40
+
+
 class Looks(nn.Module):
     """A block that saves integers and masks: it looks up rows, selects and drops elements."""
 
@@ -130,6 +133,8 @@ class Looks(nn.Module):
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         WATCH.enters(self.called, x.device.type)
+        # Integers that 32 bits do not hold, as times and hashes are; factors of about 1.
+        x = x * (indices[:, :1] + _BEYOND_32_BITS) * (1 / _BEYOND_32_BITS)
         found = self.table(indices)
         picked = torch.gather(found * x[:, None, :COLUMNS], 1, order)
         # Levels of a quantized tensor: bytes that are no masks.

@@ -6,6 +6,7 @@ the kit's own, from the session's seed.
 
 import gc
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -185,7 +186,9 @@ class WrapperTraining:
                 self._keep(f"input/{index}", x.grad)
 
     def _ranges(self) -> None:
-        """Run each block on numbers of all magnitudes of its dtype."""
+        """Run each block on numbers of all magnitudes of its dtype; in the second step on NaN and
+        infinities, too.
+        """
         outputs = []
         inputs = []
         grads = []
@@ -195,6 +198,9 @@ class WrapperTraining:
             with torch.no_grad():
                 inside.first.copy_(factors.first)
                 inside.second.copy_(factors.second)
+            if self._driver.recorder.step:
+                ends = torch.tensor([math.inf, -math.inf, math.nan], dtype=factors.x.dtype)
+                factors.x.view(-1)[[0, len(factors.x) // 2, -1]] = ends.to(factors.x.device)
             inputs.append(factors.x.requires_grad_())
             grads.append(factors.grad)
             outputs.append(block(inputs[-1]))

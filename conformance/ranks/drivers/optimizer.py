@@ -462,7 +462,7 @@ class OptimizerDriver(RankDriver):
             scaler.unscale(number, clipped)
         with self.inside("step"):
             scaler.step()
-        scaler.update()
+        scaler.update(number)
 
     def _zero_gradients(self, number: int) -> None:
         keeps = bool(number % 2)

@@ -42,6 +42,10 @@ class _Scripted(torch.autograd.Function):
         return grad, None, None, None
 
 
+# Of frozen parameters, where others begin at zero: a decay shows, and so does a cast to bfloat16.
+_FROZEN = 1 + 2**-20
+
+
 class Probe(nn.Module):
     """Parameters in the shapes, dtypes and layouts of a scenario; ``forward`` scripts gradients.
 
@@ -72,7 +76,8 @@ class Probe(nn.Module):
                 module.weight = parameter
                 self.add_module(f"p{index}", module)
             else:
-                values = torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype))
+                value = level or _FROZEN if spec.frozen else level
+                values = torch.full(spec.shape, value, dtype=getattr(torch, spec.dtype))
                 # Integers are refused by a tensor that requires grad.
                 parameter.requires_grad_(not (spec.frozen or 0 in spec.frozen_under))
                 parameter.data = lay_out(values, spec.layout)
