@@ -272,7 +272,7 @@ def _require_optimized(
             return True  # a missing gradient is a failure of 2.1
         before = parameter.detach().clone()
         if step >= after and (is_used or steps_unused):
-            parameter.grad = got.to(parameter.dtype).reshape(spec.shape)
+            parameter.grad = got.to(parameter.dtype).reshape(parameter.shape)
             optimizer.step()
         right = parameter.detach()
         changes = changes + (right - before).abs()
@@ -297,7 +297,14 @@ def _require_optimized(
 
 
 def _first_values(spec: Param) -> torch.nn.Parameter:
-    """Return a parameter as a run with a fused optimizer begins with: zeros."""
+    """Return a parameter as a run with a fused optimizer begins with: zeros.
+
+    Of a complex parameter both parts are real numbers, as in a record. torch's optimizers step them
+    as such.
+    """
+    if spec.dtype.startswith("complex"):
+        real = {"complex64": torch.float32, "complex128": torch.float64}[spec.dtype]
+        return torch.nn.Parameter(torch.zeros(*spec.shape, 2, dtype=real))
     values = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
     return torch.nn.Parameter(lay_out(values, spec.layout))
 

@@ -1,6 +1,5 @@
 """Section 2: the result equals that of vanilla allreduce, up to the subject's claims."""
 
-from itertools import product
 
 import torch
 
@@ -130,9 +129,13 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Parameters of each floating dtype, in one model, get the mean in the precision of their own
     bucket.
 
-    In particular a float64 bucket keeps float64's precision.
+    In particular a float64 bucket keeps float64's precision. Under ``unbiased(noise=d)`` parameters
+    of each dtype have the noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal"))
+    if claims.noise and not found.failures:
+        for index in range(len(run.scenario.params)):
+            _require_noise(run, claims, found, index, "gradients of one dtype have no noise")
 
 
 @rule(
@@ -217,7 +220,8 @@ def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is
     right on the part that these views cover, and leaves the rest as it is, is not blamed for it:
     the rule then does not apply, and the certificate records it. Of a lossy hook nobody knows
-    whether it is right there: it refuses complex parameters, or is right.
+    whether it is right there: it refuses complex parameters, or is right. A fused hook steps both
+    parts.
     """
     if claims.lossy:
         require_steps(run, claims, found, [])
@@ -230,6 +234,8 @@ def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
             )
             return
     require_steps(run, claims, found, run.steps("crafted", "normal"))
+    if claims.fused and not found.failures:
+        require_optimizer(run, claims, found)
 
 
 def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
@@ -290,30 +296,34 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     if claims.fused and not found.failures:
         require_optimizer(run, claims, found)
     if claims.noise and not found.failures:
-        _require_noise_in_embeddings(run, claims, found)
+        for index, spec in enumerate(run.scenario.params):
+            if spec.layout == "sparse":
+                _require_noise(run, claims, found, index, "sparse gradients have no noise")
 
 
-def _require_noise_in_embeddings(run: Run, claims: Claims, found: Found) -> None:
-    """Require the claimed noise in large embeddings.
+def _require_noise(run: Run, claims: Claims, found: Found, index: int, cause: str) -> None:
+    """Require the claimed noise in a large parameter, on every rank that gets a gradient.
 
     A factor of 1.5 is allowed from 1,000 elements on, as in ``oracles/vast.py``; in 24 elements
-    chance alone exceeds a factor of two once in 10,000 draws.
+    chance alone exceeds a factor of two once in 10,000 draws. The elements of all steps count.
     """
-    least = claims.noise / 1.5
-    for rank, step in product(range(run.world), range(claims.warmup, len(run.scenario.steps))):
-        for index, spec in enumerate(run.scenario.params):
-            got = run.got(rank, step, index)
-            if spec.layout != "sparse" or got is None or len(got) < vast.FEWEST:
-                continue
-            error = got - oracle.mean(run, rank, step, index)
-            size = float(error.square().mean().sqrt()) * len(run.group(rank)) ** 0.5
-            found.require(
-                size >= least,
-                f"noise with a root mean square of {claims.noise:g} over the root of the ranks",
-                f"rank {rank}, step {step}, parameter {run.parameter_name(index)}: {size:.3g}",
-                "sparse gradients have no noise",
-            )
-            found.checked(len(error))
+    steps = range(claims.warmup, len(run.scenario.steps))
+    for rank in range(run.world):
+        results = [(step, run.got(rank, step, index)) for step in steps]
+        errors = [
+            got - oracle.mean(run, rank, step, index) for step, got in results if got is not None
+        ]
+        if sum(map(len, errors)) < vast.FEWEST:
+            continue
+        error = torch.cat(errors)
+        size = float(error.square().mean().sqrt()) * len(run.group(rank)) ** 0.5
+        found.require(
+            size >= claims.noise / 1.5,
+            f"noise with a root mean square of {claims.noise:g} over the root of the ranks",
+            f"rank {rank}, parameter {run.parameter_name(index)}: {size:.3g}",
+            cause,
+        )
+        found.checked(len(error))
 
 
 @rule(
