@@ -1,6 +1,5 @@
 """Section 2: the result equals that of vanilla allreduce, up to the subject's claims."""
 
-
 import torch
 
 from conformance.judging.common_rules import refuses_fewer_ranks

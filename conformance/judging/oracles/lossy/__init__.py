@@ -175,9 +175,10 @@ OPTION_SCENARIOS = (
     "unused",
 )
 
-# Scenarios that repeat the requirement elsewhere: residuals need not become as small again.
+# Scenarios that repeat the requirement elsewhere: residuals need not become as small again. Where
+# DDP is made anew, signs with one scale take longer.
 REPEATED_SCENARIOS = (
-    *OPTION_SCENARIOS,
+    *(name for name in OPTION_SCENARIOS if name != "rewrapped"),
     "subgroups",
     "unequal_nodes",
     "equal_nodes",
@@ -201,6 +202,7 @@ LONG_SCENARIOS = (
     "small",
     "layers",
     "middle_sizes",
+    "rewrapped",
     *REPEATED_SCENARIOS,
 )
 
