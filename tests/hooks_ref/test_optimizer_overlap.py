@@ -226,8 +226,10 @@ def test_every_dtype(pool: Pool, inner: str) -> None:
     ("algorithm", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.1})]
 )
 def test_sparse_gradients(pool: Pool, algorithm: str, options: dict[str, Any]) -> None:
+    # Without the steps of NaN and infinities: an optimizer keeps these.
+    what = replace(SPARSE, steps=SPARSE.steps[:3], groups=())
     one, other = (
-        train(pool, replace(SPARSE, groups=()), name, algorithm=algorithm, options=options)
+        train(pool, what, name, algorithm=algorithm, options=options)
         for name in ("ours", "vanilla")
     )
     require_same_bits(one, other)
