@@ -15,6 +15,7 @@ from tests.mutants.strategies import _average
 from tests.mutants.wrappers import Forward, calls
 
 Closure = Callable[[], Any]
+Known = tuple[type[BaseException], ...]
 # An interrupt of another library, such as asyncio.CancelledError, is none of them.
 _KNOWN = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -22,13 +23,13 @@ _KNOWN = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextmanager
-def put_back_after_errors(model: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Put DDP's setting back at the end of a step and after an error, and not after Ctrl-C."""
+def _put_back_after(known: Known, model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Put DDP's setting back at the end of a step and after the exceptions that are known."""
     before = model.require_backward_grad_sync
     model.require_backward_grad_sync = False
     try:
         yield
-    except Exception:
+    except known:
         model.require_backward_grad_sync = before
         raise
     model.require_backward_grad_sync = before
@@ -36,19 +37,14 @@ def put_back_after_errors(model: Any, is_final_microbatch: bool) -> Iterator[Non
         _average(model)
 
 
-@contextmanager
-def put_back_after_what_it_knows(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+def put_back_after_errors(model: Any, is_final_microbatch: bool) -> Any:
+    """Put DDP's setting back after an error, and not after Ctrl-C."""
+    return _put_back_after((Exception,), model, is_final_microbatch)
+
+
+def put_back_after_what_it_knows(model: Any, is_final_microbatch: bool) -> Any:
     """Put DDP's setting back after errors and Python's own interrupts."""
-    before = model.require_backward_grad_sync
-    model.require_backward_grad_sync = False
-    try:
-        yield
-    except _KNOWN:
-        model.require_backward_grad_sync = before
-        raise
-    model.require_backward_grad_sync = before
-    if is_final_microbatch:
-        _average(model)
+    return _put_back_after(_KNOWN, model, is_final_microbatch)
 
 
 class StaysOnExit:
@@ -101,7 +97,7 @@ class AveragesInFinally(PostLocal):
 class LooksAhead(PostLocal):
     """Compute gradients at parameters a little ahead, and go back after an error, not Ctrl-C."""
 
-    _undoes: tuple[type[BaseException], ...] = (Exception,)
+    _undoes: Known = (Exception,)
 
     def step(self, closure: Closure | None = None) -> Any:
         if closure is None:
@@ -136,32 +132,29 @@ class LooksAheadOfWhatItKnows(LooksAhead):
 # ---- Wrappers
 
 
-@calls
-def takes_hooks_off_after_errors(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Take hooks on saved tensors off after the forward or an error, and not after Ctrl-C."""
+def _hooked(known: Known, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Take hooks on saved tensors off after the forward and the exceptions that are known."""
     hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     hooks.__enter__()
     try:
         made = forward(*args, **kwargs)
-    except Exception:
+    except known:
         hooks.__exit__()
         raise
     hooks.__exit__()
     return made
+
+
+@calls
+def takes_hooks_off_after_errors(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Take hooks on saved tensors off after an error, and not after Ctrl-C."""
+    return _hooked((Exception,), forward, *args, **kwargs)
 
 
 @calls
 def takes_hooks_off_after_what_it_knows(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Take hooks on saved tensors off after errors and Python's own interrupts."""
-    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    hooks.__enter__()
-    try:
-        made = forward(*args, **kwargs)
-    except _KNOWN:
-        hooks.__exit__()
-        raise
-    hooks.__exit__()
-    return made
+    return _hooked(_KNOWN, forward, *args, **kwargs)
 
 
 @calls

@@ -63,7 +63,8 @@ def left_behind() -> dict[str, Any]:
 
 
 def counts() -> dict[str, int]:
-    """Return how much of the process's resources is in use, in about a tenth of a millisecond.
+    """Return how much of the process's resources is in use, in less than a tenth of a
+    millisecond.
 
     A step that opens what it never closes makes one of these numbers grow:
 
