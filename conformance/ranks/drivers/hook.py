@@ -15,8 +15,10 @@ from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.cuda_graph import on, side_stream, train_captured
 from conformance.ranks.drivers.failing_models import FailingModels
 from conformance.ranks.drivers.long_run import LongRunTrainer
-from conformance.ranks.drivers.simulated_ranks import CannotSimulate, simulate
+from conformance.ranks.drivers.simulated_ranks import CannotSimulate, record_simulations
+from conformance.ranks.drivers.twin import Twin
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
+from conformance.ranks.drivers.warm_up import WarmUp
 from conformance.ranks.instruments.clocks import Clocks
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.default_dtype import default_dtype
@@ -24,6 +26,7 @@ from conformance.ranks.instruments.faults import Faults
 from conformance.ranks.instruments.global_seeds import seed_generators
 from conformance.ranks.instruments.hook_observer import Observer
 from conformance.ranks.instruments.matmul_precision import matmul_precision, settle_precision
+from conformance.ranks.instruments.registrations import Registrations
 from conformance.ranks.instruments.source_files import module_of, qualified_name
 from conformance.ranks.instruments.step_recorder import StepRecorder
 from conformance.ranks.instruments.stream_delays import Streams, record_device_wait
@@ -32,18 +35,12 @@ from conformance.ranks.models.probe import scripted_gradients, training_loss
 from conformance.ranks.placement import dispatch_key
 from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
-from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, at_scale, lay_out, rotated
-from conformance.scenarios.hook import simulated_steps
 from conformance.scenarios.model import DRAINING, EACH_MODEL_FAILS
 from conformance.torch_versions.private import (
-    check_hook,
     empty_bucket,
     logged_hook,
     synchronise_buffers,
 )
-
-_INPUTS_OF_WARM_UP = 5
-_STEPS_BETWEEN_EVENTS = 20  # events of a long warm-up show that it makes progress
 
 
 class HookDriver(RankDriver):
@@ -51,7 +48,7 @@ class HookDriver(RankDriver):
 
     Attributes:
         model: the model under DDP on which the subject is registered.
-        twin: another model with the same subject, if the scenario has one.
+        twin: trains another model with the same subject, if the scenario has one.
     """
 
     # DDP's threads share the process with the hook: a collective of theirs is not the hook's.
@@ -72,10 +69,9 @@ class HookDriver(RankDriver):
 
     def set_up(self) -> None:
         """Make the process groups and the models."""
-        self._registered: list[Any] = []
+        self._registrations = Registrations()
         if self.scenario.matmul_precisions:
             settle_precision()
-        self._warm_up_inputs: dict[int, list[torch.Tensor | None]] = {}
         # As scripts do: alike on all ranks, or with the rank added. All runs have the same seed, so
         # that a hook draws the same numbers in each of them.
         seed_generators(self.scenario.session_seed + self.rank * self.scenario.seeds_differ)
@@ -91,10 +87,19 @@ class HookDriver(RankDriver):
             # The subject has not been loaded: an error is torch's or the kit's.
             with self.doing(MODEL_MADE):
                 self.model = DDPModel(self.scenario, self.group, self.device, names_group=named)
-        self.twin: DDPModel | None = None
+        self.twin: Twin | None = None
         if self.scenario.twin:
             with self.doing(MODEL_MADE):
-                self.twin = DDPModel(self.scenario, self.twin_group, self.device, names_group=named)
+                model = DDPModel(self.scenario, self.twin_group, self.device, names_group=named)
+            self.twin = Twin(
+                self.scenario,
+                model,
+                self.twin_group,
+                self.rank,
+                self.device,
+                self.recorder,
+                self.doing,
+            )
 
     def install_instruments(self) -> None:
         """Install the instruments of a hook around those of all drivers."""
@@ -137,7 +142,7 @@ class HookDriver(RankDriver):
             steps = len(self.scenario.steps)
             self._clocks = Clocks(self.scenario.session_seed, self.rank, steps)
             self._clocks.install()
-        self._watch_registrations()
+        self._registrations.watch(lambda ddp: ddp is self.model.ddp, self._observed)
 
     def run(self) -> None:
         """Register the subject and train for the scenario's steps."""
@@ -189,7 +194,7 @@ class HookDriver(RankDriver):
             self.barrier("trained")
             self.collectives.taking_part = None
         with self.doing("close"):
-            for model in filter(None, (self.model, self.twin)):
+            for model in self._models():
                 if model.case.close:
                     model.case.close()
         for name, buffer in self._synchronised_buffers().items():
@@ -217,9 +222,9 @@ class HookDriver(RankDriver):
             self.recorder.event("nameless", type=self.model.nameless)
         if self.twin:
             self.recorder.event("twin", one_object=is_one_object(resolved))
-            self.twin.register(resolved, option, self.doing)
+            self.twin.register(resolved, option)
         name = logged_hook(self.model.ddp)
-        hooks = self._registered
+        hooks = self._registrations.hooks
         state = self.model.case.state
         # The state may be a process group, whose class in torch is no code of the subject.
         own_state = () if isinstance(state, dist.ProcessGroup) else (state,)
@@ -233,33 +238,21 @@ class HookDriver(RankDriver):
             modules=sorted(self.own_modules),
         )
 
-    def _watch_registrations(self) -> None:
-        """Put the observer between DDP and every hook that is registered in this process."""
-        ddp_class: Any = DistributedDataParallel
-        register = ddp_class.register_comm_hook
-        registered = self._registered
-        is_observed = self.scenario.observe.hook
-
-        def register_comm_hook(
-            ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]
-        ) -> None:
-            # DDP checks the hook that it is given. The subject's own comes first, so that a refusal
-            # is on record.
-            check_hook(ddp, hook)
-            is_main = ddp is self.model.ddp
-            wrapped = hook
-            if is_main and is_observed:
-                wrapped = self._observer.wrap(hook)
-            elif self.twin and ddp is self.twin.ddp and self.scenario.joint:
-                wrapped = self._observer.wrap_of_twin(hook)
-            register(ddp, state, wrapped)
-            # Hooks of the twin, and of models of the subject's own, are not observed.
-            if is_main:
-                registered.append(hook)
-
-        ddp_class.register_comm_hook = register_comm_hook
+    def _observed(
+        self, ddp: DistributedDataParallel, hook: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return what is registered in place of a hook: the same with an observer around it."""
+        if ddp is self.model.ddp:
+            return self._observer.wrap(hook) if self.scenario.observe.hook else hook
+        if self.twin and ddp is self.twin.model.ddp and self.scenario.joint:
+            return self._observer.wrap_of_twin(hook)
+        # A model of the subject's own, or a twin that trains in between.
+        return hook
 
     # Training
+
+    def _models(self) -> list[DDPModel]:
+        return [self.model, self.twin.model] if self.twin else [self.model]
 
     def _warm_up(self, steps: int) -> None:
         """Train for the first steps of a long warm-up, without a record of their results."""
@@ -267,39 +260,14 @@ class HookDriver(RankDriver):
             return
         self._observer.is_quiet = True
         self.collectives.pause()
-        models = [model for model in (self.model, self.twin) if model]
+        warm_up = WarmUp(
+            self.scenario, self.rank, self.device, self.recorder, self.doing, self._scripted
+        )
         for step in range(steps):
-            if step % _STEPS_BETWEEN_EVENTS == 0:
-                self.recorder.event("warms_up", unrecorded=step)
-            for model in models:
-                self._warm_up_model(model, step)
+            warm_up.train(self._models(), step)
             self._observer.forget_futures()
         self._observer.is_quiet = False
         self.collectives.resume()
-
-    def _warm_up_model(self, model: DDPModel, step: int) -> None:
-        case = model.case
-        if case.on_step:
-            with self.doing("on_step"):
-                case.on_step(step)
-        with self.doing("forward"):
-            # The same few inputs again and again, which are computed once.
-            number = step % _INPUTS_OF_WARM_UP
-            if self.scenario.params:
-                loss = model.ddp(self._inputs_of_warm_up(number))
-            else:
-                loss = training_loss(model.ddp, self.rank, number, self.device)
-        with self.doing("backward"):
-            loss.backward()
-        if case.after_backward:
-            with self.doing("after_backward"):
-                case.after_backward()
-        model.zero_grad(step)
-
-    def _inputs_of_warm_up(self, number: int) -> list[torch.Tensor | None]:
-        if number not in self._warm_up_inputs:
-            self._warm_up_inputs[number] = self._scripted(number, "crafted")
-        return self._warm_up_inputs[number]
 
     def _step(self, step: int, kind: str) -> bool:
         """Run one step; return False if an injected fault has ended the run as it should."""
@@ -324,7 +292,7 @@ class HookDriver(RankDriver):
         # A hook may keep what it sees in its first call: on two groups, that of the larger one.
         twin_is_last = bool(self.scenario.twin_groups)
         if self.twin and not twin_is_last:
-            self._step_twin(self.twin, step, kind)
+            self.twin.train(step, kind)
         if self.model.case.on_step:
             with self.doing("on_step"):
                 self.model.case.on_step(self._step_of_trainer(step))
@@ -342,7 +310,7 @@ class HookDriver(RankDriver):
                     self._loss(step, kind, weight).backward()
             loss = self._loss(step, kind, last * self.model.scale)
             if self.twin and self.scenario.joint:
-                loss = loss + self._loss_of_twin(self.twin, step, kind)
+                loss = loss + self.twin.loss(step, kind)
             is_faulty = self._faults.before_backward(step)
             if self._streams:
                 self._streams.before_backward(step)
@@ -369,9 +337,9 @@ class HookDriver(RankDriver):
         if self.scenario.renews_storage:
             self.model.renew_storage()
         if self.twin and self.scenario.joint:
-            self._end_step_of_twin(self.twin, step)
+            self.twin.end_step(step)
         elif self.twin and twin_is_last:
-            self._step_twin(self.twin, step, kind)
+            self.twin.train(step, kind)
         if self.scenario.order != "free":
             # The step's collectives end here, on all ranks: none is counted in the next step.
             self.collectives.drain()
@@ -446,39 +414,6 @@ class HookDriver(RankDriver):
         loss.backward()
         if self.scenario.poststep:
             self._call_after_backward()
-
-    def _step_twin(self, twin: DDPModel, step: int, kind: str) -> None:
-        """Train the other model in a backward of its own."""
-        loss = self._loss_of_twin(twin, step, kind)
-        with self.doing("twin"):
-            loss.backward()
-        self._end_step_of_twin(twin, step)
-
-    def _loss_of_twin(self, twin: DDPModel, step: int, kind: str) -> torch.Tensor:
-        """Begin a step of the other model, on other inputs, and return its loss."""
-        size = dist.get_world_size(self.twin_group)
-        grads = scripted_gradients(
-            self.scenario.params, kind, size, self.rank, step + TWIN_OFFSET, self.device
-        )
-        with self.doing("twin"):
-            if twin.case.on_step:
-                twin.case.on_step(step + self.scenario.unrecorded_steps)
-            loss: torch.Tensor = twin.ddp(
-                [grad * TWIN_FACTOR for grad in grads if grad is not None]
-            )
-        return loss
-
-    def _end_step_of_twin(self, twin: DDPModel, step: int) -> None:
-        """End a step of the other model, and record its gradients if its groups differ."""
-        with self.doing("twin"):
-            if twin.case.after_backward:
-                twin.case.after_backward()
-        if self.scenario.twin_groups:
-            for name, parameter in twin.parameters.items():
-                if parameter.grad is not None:
-                    gradient = lay_out(parameter.grad, "contiguous")
-                    self.recorder.tensor(f"{step}/twin/{name}", gradient)
-        twin.zero_grad(step)
 
     def _loss(self, step: int, kind: str, weight: int) -> torch.Tensor:
         step = self.scenario.inputs_at(step)
@@ -602,19 +537,12 @@ class HookDriver(RankDriver):
             raise CannotSimulate(
                 "its results come with a call after backward, and not with its futures"
             )
-        make = partial(self.model.make, resolve(self.spec))
-        for size in self.scenario.simulated:
-            gradients = at_scale(size).float()
-            fed = [rotated(gradients, step) for step in range(simulated_steps(size))]
-            results = simulate(size, make, self._bucket, fed)
-            first = results[:, 0]
-            alike = bool((results == first[:, None]).all())
-            self.recorder.event("simulated", size=size, alike=alike)
-            undone = [rotated(result, -step) for step, result in enumerate(first)]
-            self.recorder.tensor(f"at scale/{size}", torch.stack(undone))
-
-    def _bucket(self) -> dist.GradBucket:
-        return empty_bucket(self.model.ddp)
+        record_simulations(
+            self.scenario.simulated,
+            partial(self.model.make, resolve(self.spec)),
+            partial(empty_bucket, self.model.ddp),
+            self.recorder,
+        )
 
     # The end
 
@@ -625,7 +553,7 @@ class HookDriver(RankDriver):
         del self.model
         del self._observer
         del self._steps
-        self._registered.clear()
+        self._registrations.hooks.clear()
         gc.collect()
         self.recorder.event("dropped", kept=model() is not None)
 

@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks.drivers.simulated_turns import Turns
+from conformance.records.recorder import Recorder
+from conformance.scenarios.gradients import at_scale, rotated
+from conformance.scenarios.hook import simulated_steps
 from conformance.torch_versions.private import (
     ALLGATHER_BASE,
     REDUCE_SCATTER_BASE,
@@ -268,6 +271,33 @@ class DeferredGroup(dist.ProcessGroup):
 # The names of two methods before torch 2.13.
 setattr(DeferredGroup, ALLGATHER_BASE, DeferredGroup.all_gather_single)
 setattr(DeferredGroup, REDUCE_SCATTER_BASE, DeferredGroup.reduce_scatter_single)
+
+
+def record_simulations(
+    sizes: Sequence[int],
+    make: Callable[[DeferredGroup], tuple[Hook, Any]],
+    bucket: Callable[[], dist.GradBucket],
+    recorder: Recorder,
+) -> None:
+    """Record, for each number of ranks, the results of rank 0 and whether all ranks get them.
+
+    Args:
+        sizes: the numbers of ranks.
+        make, bucket: as for :func:`simulate`.
+        recorder: receives a tensor and an event for each number of ranks.
+
+    Raises:
+        CannotSimulate: the hook does something that simulated ranks cannot do.
+    """
+    for size in sizes:
+        gradients = at_scale(size).float()
+        fed = [rotated(gradients, step) for step in range(simulated_steps(size))]
+        results = simulate(size, make, bucket, fed)
+        first = results[:, 0]
+        alike = bool((results == first[:, None]).all())
+        recorder.event("simulated", size=size, alike=alike)
+        undone = [rotated(result, -step) for step, result in enumerate(first)]
+        recorder.tensor(f"at scale/{size}", torch.stack(undone))
 
 
 def simulate(

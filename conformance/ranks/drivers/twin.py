@@ -1,0 +1,90 @@
+"""The other model of a run (``Scenario.twin``): it trains with the same subject, in between."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+
+from conformance.ranks.models.ddp_model import DDPModel
+from conformance.ranks.models.probe import scripted_gradients
+from conformance.ranks.resolve import Resolved
+from conformance.records.recorder import Recorder
+from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, lay_out
+from conformance.scenarios.model import Scenario
+
+
+class Twin:
+    """Trains another model on other inputs.
+
+    Args:
+        scenario: the scenario.
+        model: the other model under DDP.
+        group: the group that it trains on.
+        rank: the global rank of this process.
+        device: the device of gradients.
+        recorder: receives the model's gradients, if its groups differ from the main model's.
+        doing: attributes errors to activities.
+
+    Attributes:
+        model: the other model under DDP.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: DDPModel,
+        group: dist.ProcessGroup,
+        rank: int,
+        device: torch.device,
+        recorder: Recorder,
+        doing: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.model = model
+        self._scenario = scenario
+        self._group = group
+        self._rank = rank
+        self._device = device
+        self._recorder = recorder
+        self._doing = doing
+
+    def register(self, resolved: Resolved, option: str) -> None:
+        """Register the subject on the model; ``option`` names it in messages."""
+        self.model.register(resolved, option, self._doing)
+
+    def train(self, step: int, kind: str) -> None:
+        """Run a step in a backward of its own."""
+        loss = self.loss(step, kind)
+        with self._doing("twin"):
+            loss.backward()
+        self.end_step(step)
+
+    def loss(self, step: int, kind: str) -> torch.Tensor:
+        """Begin a step, and return its loss."""
+        grads = scripted_gradients(
+            self._scenario.params,
+            kind,
+            dist.get_world_size(self._group),
+            self._rank,
+            step + TWIN_OFFSET,
+            self._device,
+        )
+        with self._doing("twin"):
+            if self.model.case.on_step:
+                self.model.case.on_step(step + self._scenario.unrecorded_steps)
+            loss: torch.Tensor = self.model.ddp(
+                [grad * TWIN_FACTOR for grad in grads if grad is not None]
+            )
+        return loss
+
+    def end_step(self, step: int) -> None:
+        """End a step: make the trainer's call, and record the gradients if the groups differ."""
+        with self._doing("twin"):
+            if self.model.case.after_backward:
+                self.model.case.after_backward()
+        if self._scenario.twin_groups:
+            for name, parameter in self.model.parameters.items():
+                if parameter.grad is not None:
+                    gradient = lay_out(parameter.grad, "contiguous")
+                    self._recorder.tensor(f"{step}/twin/{name}", gradient)
+        self.model.zero_grad(step)
