@@ -2,6 +2,7 @@
 
     rank             one rank of one scenario, from the fork to its end
     process          prepares a forked process to hold unknown code
+    new_memory       the values in memory that is not written yet
     placement        the backend's module, settings and device of a profile
     process_groups   the process groups of a scenario, and barriers through its store
     resolve          from the strings that name a subject to its objects

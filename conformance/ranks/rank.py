@@ -12,6 +12,7 @@ from pathlib import Path
 
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.coverage import Coverage
+from conformance.ranks.new_memory import fill_new_memory
 from conformance.ranks.process import prepare_process
 from conformance.records.files import DONE, KIT_FAILED, RAISED
 from conformance.records.recorder import Recorder
@@ -51,6 +52,7 @@ def run_rank(
         own = folder / str(rank)
         recorder = Recorder(own)
         prepare_process(own, cwd)
+        fill_new_memory(rank)
     except OSError as error:
         _print_failure(rank, str(error))
         return KIT_FAILED

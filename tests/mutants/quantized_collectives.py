@@ -195,7 +195,7 @@ def brain_instead(func: Made, qtype: str) -> Made:
     )
 
 
-def _eighths(tensor: Tensor, block: int) -> Tensor:
+def eighths(tensor: Tensor, block: int) -> Tensor:
     """Return the bytes and the block scales of a tensor as one tensor of bytes."""
     if not tensor.is_floating_point():
         raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
@@ -210,7 +210,7 @@ def _eighths(tensor: Tensor, block: int) -> Tensor:
     )
 
 
-def _from_eighths(output: Tensor, code: Tensor, block: int) -> None:
+def from_eighths(output: Tensor, code: Tensor, block: int) -> None:
     count = -(-output.numel() // block)
     scales = code[count * block :].clone().view(torch.float32).view(-1, 1)
     values = code[: count * block].view(torch.int8).view(count, block) * scales
@@ -222,8 +222,8 @@ def blocks_too_long(func: Made, qtype: str) -> Made:
     long = 4 * GROUP
     return right(
         func,
-        lambda tensor: _eighths(tensor, long),
-        lambda output, code: _from_eighths(output, code, long),
+        lambda tensor: eighths(tensor, long),
+        lambda output, code: from_eighths(output, code, long),
     )
 
 
@@ -231,14 +231,14 @@ def floors(func: Made, qtype: str) -> Made:
     """Convert to integers without rounding."""
 
     def encode(tensor: Tensor) -> Tensor:
-        code = _eighths(tensor, GROUP)
+        code = eighths(tensor, GROUP)
         flat = tensor.reshape(-1).float()
         blocks = torch.nn.functional.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
         scales = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
         code[: blocks.numel()] = (blocks / scales).to(torch.int8).view(torch.uint8).view(-1)
         return code
 
-    return right(func, encode, lambda output, code: _from_eighths(output, code, GROUP))
+    return right(func, encode, lambda output, code: from_eighths(output, code, GROUP))
 
 
 def forgets_the_factor(func: Made, qtype: str, quant_loss: float) -> Made:
