@@ -424,7 +424,9 @@ def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source="torch documentation, Optimizer.register_step_pre_hook; hooks clip gradients, or divide "
     "them by a number of tokens",
-    remedy="a dict of hooks that the wrapper shares with the optimizer inside: both run it",
+    remedy="a dict of hooks that the wrapper shares with the optimizer inside: both run it; a "
+    "subclass of an optimizer whose step calls super().step(): torch runs hooks around both, "
+    "unless the subclass says `step.hooked = True`, torch's mark of a step whose hooks are run",
 )
 def hooks_once(run: Run, claims: Claims, found: Found) -> None:
     """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from tests.mutants import Mutant
+from tests.right.optimizer_wrappers import of_its_own_class
 
 Groups = list[dict[str, Any]]
 
@@ -96,6 +97,13 @@ class RegistersTwice(_WithHooks):
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         super().register_step_pre_hook(hook)
         return super().register_step_pre_hook(hook)
+
+
+def runs_hooks_of_both_classes(
+    optim: torch.optim.Optimizer, process_group: Any
+) -> torch.optim.Optimizer:
+    """Make a subclass of the optimizer's class, and let torch run the hooks around both steps."""
+    return of_its_own_class(optim, process_group, marks=False)
 
 
 class RunsPreHooksTwiceOnceLoaded(RunsPreHooksTwice):
@@ -701,6 +709,7 @@ MUTANTS = [
     Mutant("RunsPreHooksTwiceOnceLoaded", ("15.41",), kind="optimizer"),
     Mutant("RegistersAgainAtLoad", ("15.41",), kind="optimizer"),
     Mutant("RebuildsAtLoad", ("15.41",), kind="optimizer"),
+    Mutant("runs_hooks_of_both_classes", ("15.41",), "averages", kind="optimizer"),
     Mutant("Seeds", ("15.19",), kind="optimizer"),
     Mutant("TakesAnyGroup", ("15.20",), "min_world_size(2)", worlds=(1, 2), kind="optimizer"),
 ]

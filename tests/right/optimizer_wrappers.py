@@ -55,6 +55,29 @@ class Delegates:
         self._averager.step = state[1]
 
 
+def average_gradients(
+    groups: list[dict[str, Any]], group: Any, divided: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Average the gradients of all parameters that some rank has used.
+
+    Args:
+        groups: the optimizer's groups of parameters.
+        group: the group of ranks.
+        divided: divides a gradient by the number of ranks.
+    """
+    every = [parameter for one in groups for parameter in one["params"]]
+    used = torch.tensor([parameter.grad is not None for parameter in every]).int()
+    dist.all_reduce(used, group=group)
+    for parameter, ranks in zip(every, used.tolist(), strict=True):
+        if not ranks:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        flat = divided(parameter.grad.contiguous())
+        dist.all_reduce(flat, group=group)
+        parameter.grad.copy_(flat)
+
+
 class AveragesGradients(torch.optim.Optimizer):
     """An optimizer that averages gradients before its step, as Horovod's does.
 
@@ -77,21 +100,9 @@ class AveragesGradients(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        every = [p for group in self.param_groups for p in group["params"]]
-        used = torch.tensor([parameter.grad is not None for parameter in every]).int()
-        dist.all_reduce(used, group=self.group)
-        for parameter, ranks in zip(every, used.tolist(), strict=True):
-            if ranks:
-                self._average(parameter)
+        average_gradients(self.param_groups, self.group, self._divided)
         self.optim.step()
         return loss
-
-    def _average(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        flat = self._divided(parameter.grad.contiguous())
-        dist.all_reduce(flat, group=self.group)
-        parameter.grad.copy_(flat)
 
     def _divided(self, grad: torch.Tensor) -> torch.Tensor:
         return grad / dist.get_world_size(self.group)
@@ -106,6 +117,36 @@ class MultipliesGradients(AveragesGradients):
 
     def _divided(self, grad: torch.Tensor) -> torch.Tensor:
         return grad * (1 / dist.get_world_size(self.group))
+
+
+def of_its_own_class(
+    optim: torch.optim.Optimizer, process_group: Any, *, marks: bool = True
+) -> torch.optim.Optimizer:
+    """Return an optimizer that averages gradients before its step, and whose class is made at run
+    time from the class of the one that it takes the place of, as Horovod's.
+
+    Args:
+        marks: the new step is marked as one whose hooks are run: torch puts none around it then,
+            beside those around the step of the base class.
+    """
+    base = type(optim)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        size = dist.get_world_size(process_group)
+        average_gradients(self.param_groups, process_group, lambda grad: grad / size)
+        base.step(self)
+        return loss
+
+    if marks:
+        step.hooked = True  # type: ignore[attr-defined]
+    subclass = type(base.__name__, (base,), {"step": step})
+    made: torch.optim.Optimizer = subclass.__new__(subclass)
+    torch.optim.Optimizer.__init__(made, optim.param_groups, optim.defaults)
+    return made
 
 
 class BySlices:
@@ -208,6 +249,7 @@ RIGHT = [
     *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "BySlices")),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),
+    Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),
