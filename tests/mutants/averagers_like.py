@@ -1,6 +1,7 @@
 """Mutants of section 14 that claim to be like a reference, and differ from it."""
 
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,63 @@ class EmaKnowsInterrupts(Ema):
 
     def applied(self, params):
         return _KnowsInterrupts(self.chosen(params), self.average)
+
+
+class EmaKeepsOneBackup(Ema):
+    """Keep the parameters for the end of a context in the averager, so that a nested context
+    replaces them with averages.
+    """
+
+    @contextmanager
+    def applied(self, params):
+        self.backup = _Applied(self.chosen(params), self.average)
+        self.backup.__enter__()
+        try:
+            yield
+        finally:
+            self.backup.__exit__()
+
+
+class EmaRestoresOnce(Ema):
+    """Keep the parameters once, and restore them when the first of two nested contexts ends."""
+
+    kept = None
+
+    @contextmanager
+    def applied(self, params):
+        if self.kept is None:
+            self.kept = _Applied(self.chosen(params), self.average)
+            self.kept.__enter__()
+        try:
+            yield
+        finally:
+            if self.kept is not None:
+                self.kept.__exit__()
+            self.kept = None
+
+
+class EmaTogglesBack(Ema):
+    """Let a context change parameters and averages over, so that a nested one changes them back."""
+
+    inside = None
+
+    @contextmanager
+    def applied(self, params):
+        outer = self.inside
+        if outer is None:
+            self.inside = _Applied(self.chosen(params), self.average)
+            self.inside.__enter__()
+        else:
+            averages = [parameter.detach().clone() for parameter in outer.params]
+            outer.__exit__()
+        try:
+            yield
+        finally:
+            if outer is None:
+                self.inside.__exit__()
+                self.inside = None
+            else:
+                outer._set(averages)
 
 
 class _Evaluates(_Applied):
@@ -408,6 +466,7 @@ MUTANTS = [
         for name in (
             *("EmaInHalf", "EmaStaysAfterAnError", "EmaStaysAfterAnInterrupt", "EmaKeepsNoCopies"),
             *("EmaSwaps", "EmaWithoutAverage", "EmaKnowsInterrupts"),
+            *("EmaKeepsOneBackup", "EmaRestoresOnce", "EmaTogglesBack"),
             *("EmaEvaluatesForGood", "EmaClearsGradients"),
             *("EmaEvaluatesOldCopies", "EmaLoadsAtTheNextCall", "EmaEvaluatesAfterAnAverage"),
         )

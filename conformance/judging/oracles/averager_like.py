@@ -228,14 +228,20 @@ def require_restored(run: Run, found: Found) -> None:
     for rank in run.ranks:
         for event in rank.all("evaluated"):
             how = "an exception" if event["failed"] else "the end"
+            cause = ""
+            if event["failed"]:
+                cause = "the parameters are not restored if an exception ends the context"
+            elif event.get("nests"):
+                cause = (
+                    "another applied() was entered inside, and the parameters that are kept for "
+                    "the end are those of the inner context"
+                )
             found.require(
                 not event["changed"],
                 f"the parameters as they were, after {how} of an evaluation inside applied()",
                 f"rank {rank.rank}, step {event['step']}: other values of "
                 f"{', '.join(f'p{index}' for index in event['changed'])}",
-                "the parameters are not restored if an exception ends the context"
-                if event["failed"]
-                else "",
+                cause,
             )
             others = event.get("changed_gradients", [])
             found.require(
@@ -253,6 +259,23 @@ def require_restored(run: Run, found: Found) -> None:
                 "averages and parameters have changed places: a state that is saved while the "
                 "averages are evaluated has the wrong ones",
             )
+
+
+def require_nested(run: Run, found: Found) -> None:
+    """Require that parameters are the averages in an evaluation inside another one, and after it
+    until the outer one ends.
+    """
+    for rank in run.ranks:
+        for event in rank.all("nested"):
+            places = (("inside", "in the inner of two evaluations"), ("after", "after the inner"))
+            for name, where in places:
+                found.require(
+                    not event[name],
+                    "the averages in both of two nested evaluations inside applied()",
+                    f"rank {rank.rank}, step {event['step']}: other values of "
+                    f"{', '.join(f'p{index}' for index in event[name])} {where}",
+                    "the inner context restores the parameters that the outer one has kept",
+                )
 
 
 def _require_close(

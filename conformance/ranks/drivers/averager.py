@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -53,7 +54,8 @@ class _Cancelled(BaseException):
     """An interrupt of another library, such as asyncio.CancelledError."""
 
 
-# How evaluations end, step by step.
+# How evaluations end, step by step. In those of _NESTS another one is nested.
+_NESTS = (2, 6)
 _ENDS = (None, _EvaluationError, None, _Interrupted, None, _Cancelled, None, _Exits)
 
 
@@ -165,7 +167,7 @@ class AveragerDriver(RankDriver):
         self.begin_step(step, kind)
         if self.trainee.was_loaded:
             # A checkpoint may be evaluated before it trains on.
-            self._keep_evaluated(None, "restored")
+            self._keep_evaluated(None, "restored", nests=False)
             self.trainee.was_loaded = False
         self._prepare(step, sets_values=kind != HELD)
         grads = self._gradient_digests()
@@ -193,15 +195,15 @@ class AveragerDriver(RankDriver):
         self.trainee.kept = _copies(self.params)
         # A parameter that was added has no average yet.
         if self.scenario.variant != "changing":
-            self._keep_evaluated(_ENDS[step % len(_ENDS)], "applied")
+            place = step % len(_ENDS)
+            self._keep_evaluated(_ENDS[place], "applied", nests=place in _NESTS)
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
         self.begin_step(step, QUIET)
         with self.inside("average_parameters"):
             self._average(step)
-        pairs = zip(self.params, self.trainee.kept, strict=True)
-        changed = [index for index, (now, kept) in enumerate(pairs) if not _same_values(now, kept)]
+        changed = self._changed_from(self.trainee.kept)
         if changed:
             self.recorder.event("quiet_change", parameters=changed)
             self.trainee.kept = _copies(self.params)
@@ -255,12 +257,13 @@ class AveragerDriver(RankDriver):
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
-    def _keep_evaluated(self, end: type[BaseException] | None, name: str) -> None:
+    def _keep_evaluated(self, end: type[BaseException] | None, name: str, *, nests: bool) -> None:
         """Record the parameters with which the averager would have a model evaluated.
 
         Args:
             end: the exception that ends the evaluation, if one does.
             name: of the recorded tensors.
+            nests: evaluate once more inside the evaluation.
         """
         applied = getattr(self.trainee.averager, "applied", None)
         if not callable(applied):
@@ -278,6 +281,8 @@ class AveragerDriver(RankDriver):
                     self.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
                 # The best checkpoint is saved while it is evaluated.
                 same_state = _same_state(self._state_of_averager(), state)
+                if nests:
+                    self._nest(applied)
                 if end:
                     raise end("this evaluation failed")
         except (_EvaluationError, _Interrupted, _Cancelled, _Exits):
@@ -290,16 +295,32 @@ class AveragerDriver(RankDriver):
             text = f"{type(error).__name__}: {str(error)[:200]}"
             self.recorder.event("not_applied", error=text)
             return
-        pairs = enumerate(zip(self.params, before, strict=True))
-        changed = [index for index, (now, kept) in pairs if not _same_values(now, kept)]
         pairs = enumerate(zip(self._gradients(), gradients, strict=True))
         self.recorder.event(
             "evaluated",
             failed=bool(end),
-            changed=changed,
+            nests=nests,
+            changed=self._changed_from(before),
             changed_gradients=[index for index, (now, kept) in pairs if now != kept],
             same_state=same_state,
         )
+
+    def _nest(self, applied: Callable[..., AbstractContextManager[Any]]) -> None:
+        """Evaluate inside an evaluation, and record the parameters that are no averages then."""
+        averages = _copies(self.params)
+        try:
+            with applied(self.params):
+                inside = self._changed_from(averages)
+        except Exception as error:
+            # The averager may refuse to nest.
+            self.recorder.event("not_nested", error=f"{type(error).__name__}: {str(error)[:200]}")
+            return
+        self.recorder.event("nested", inside=inside, after=self._changed_from(averages))
+
+    def _changed_from(self, before: list[torch.Tensor]) -> list[int]:
+        """Return the indices of the parameters whose values are others than before."""
+        pairs = enumerate(zip(self.params, before, strict=True))
+        return [index for index, (now, kept) in pairs if not _same_values(now, kept)]
 
     def _gradients(self) -> list[tuple[bool, str | None]]:
         """Return for each parameter whether it requires a gradient, and a digest of the one that it
