@@ -194,14 +194,17 @@ kept = keeps_no_more("18.28", on=(LONG,), needs=("18.29",))
     since="1.6",
     source="runs of training have many thousand steps; every step calls the same object",
     remedy="a count of calls that overflows, or that ends a warm-up; buffers that are used again "
-    "too early; a scale or an error that is kept for some calls",
+    "too early; a scale or an error that is kept for some calls; what is kept for a tensor by its "
+    "id, its address or its version, which stay as its values change",
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 300 to 450 calls of one object, all messages arrive within the bound of rule 18.2.
 
     The number of calls and six shapes of 1 to 640 elements are drawn from the session's seed, and
     so is the shape of each call. Two calls of five have async_op=True, unless the first of them is
-    refused. With the claim feedback all calls have one shape, and bounds are those of 18.22.
+    refused. With the claim feedback all calls have one shape, and bounds are those of 18.22. Three
+    calls of four have the tensors of an earlier one with other values, which are written in place,
+    or through ``.data``.
     """
     require_long_run(run, claims, found)
 
