@@ -133,7 +133,8 @@ class Judgement:
 
     Attributes:
         number: the rule's number.
-        verdict: the worst verdict over the rule's runs.
+        verdict: the worst verdict over the rule's runs. A run to which the rule does not apply
+            counts only if there is no other one.
         reason: one line for any verdict but a pass.
         failures: the failures of the first run that failed.
         runs: by run, its verdict, number of checks and margin, and the traffic if the rule
@@ -147,7 +148,7 @@ class Judgement:
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def note_run(self, name: str, verdict: Verdict, reason: str, **figures: Any) -> None:
-        """Enter one run; the worst verdict is the judgement's.
+        """Enter one run.
 
         Args:
             name: of the run, such as ``values@2``.
@@ -160,6 +161,10 @@ class Judgement:
         if verdict > self.verdict:
             self.verdict = verdict
             self.reason = f"{name}: {reason}"
+        entered = {run["verdict"] for run in self.runs.values()}
+        if self.verdict is Verdict.NOT_APPLICABLE and str(Verdict.PASS) in entered:
+            self.verdict = Verdict.PASS
+            self.reason = ""
 
     @property
     def checks(self) -> int:

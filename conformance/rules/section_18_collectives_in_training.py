@@ -159,7 +159,8 @@ def in_flight(run: Run, claims: Claims, found: Found) -> None:
     """Many calls of one shape, made by one object, may be under way at once; each rank waits for
     them in an order of its own, and twice. Or an error refuses async_op=True.
 
-    There are 24 to 40 of them on one group. Two to four may also be on two groups: rows and columns
+    There are 24 to 40 of them on one group. Without the claim feedback two objects make them in
+    turn. Two to four may also be on two groups: rows and columns
     of a mesh of 2 x 2 ranks, or one of these and WORLD. The ranks of rows, the groups and the
     orders of waits are drawn.
     """
@@ -204,7 +205,7 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
     so is the shape of each call. Two calls of five have async_op=True, unless the first of them is
     refused. With the claim feedback all calls have one shape, and bounds are those of 18.22. Three
     calls of four have the tensors of an earlier one with other values, which are written in place,
-    or through ``.data``.
+    or through ``.data``. In a third of all_gather's calls the input is a part of the output.
     """
     require_long_run(run, claims, found)
 

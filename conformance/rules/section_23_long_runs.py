@@ -247,16 +247,18 @@ def untouched(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source="pytorch#63162, pytorch#45968",
     remedy="lists and dicts that collect values, futures or Work objects; files, sockets, threads "
-    "and process groups that are made in a step and not closed",
+    "and process groups that are made in a step and not closed; keys of a store that are set in a "
+    "step and not deleted",
 )
 def no_growth(run: Run, claims: Claims, found: Found) -> None:
-    """Open descriptors, threads, process groups, child processes, temporary files, Python's objects
-    and the C library's memory do not grow with the steps.
+    """Open descriptors, threads, process groups, child processes, temporary files, keys in the
+    store of process groups, Python's objects and the C library's memory do not grow with the steps.
+    Keys are counted on one machine alone.
 
     Counts at thirteen places of a long run are compared. Caches have a third of the run to fill;
     growth counts if it goes on in the eight intervals after that (``judging/oracles/slopes.py``).
     """
-    names = ["descriptors", "tasks", "groups", "children", "files"]
+    names = ["descriptors", "tasks", "groups", "children", "files", "keys"]
     # The kit keeps each collective that it waits for, so that memory grows by its own doing.
     if not run.scenario.intercepts:
         names += ["blocks", "memory"]

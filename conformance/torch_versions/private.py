@@ -4,6 +4,7 @@
 version lacks is replaced here, so that callers need not know which torch they run with.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -76,6 +77,17 @@ def type_of_script_object(value: torch.ScriptObject) -> str:
 def known_groups() -> Any:
     """Return torch's tables of process groups: ``pg_map``, ``pg_group_ranks``, ``pg_names``."""
     return distributed_c10d._world
+
+
+def timeouts_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the timeout of each backend of a group by the device type that it is for; of those
+    backends that tell it.
+    """
+    found = {}
+    for device in group._device_types:
+        with contextlib.suppress(Exception):
+            found[device.type] = str(group._get_backend(device).options._timeout)
+    return found
 
 
 def set_default_group(group: Any) -> None:

@@ -133,6 +133,20 @@ class EmaKeepsOneBackup(Ema):
             self.backup.__exit__()
 
 
+class EmaReadsAgain(Ema):
+    """Read the parameters again to restore them: an iterator has none left."""
+
+    @contextmanager
+    def applied(self, params):
+        inside = _Applied(self.chosen(params), self.average)
+        inside.__enter__()
+        try:
+            yield
+        finally:
+            for parameter, kept in zip(self.chosen(params), inside.kept):  # noqa: B905
+                parameter.data.copy_(kept)
+
+
 class EmaRestoresOnce(Ema):
     """Keep the parameters once, and restore them when the first of two nested contexts ends."""
 
@@ -466,7 +480,7 @@ MUTANTS = [
         for name in (
             *("EmaInHalf", "EmaStaysAfterAnError", "EmaStaysAfterAnInterrupt", "EmaKeepsNoCopies"),
             *("EmaSwaps", "EmaWithoutAverage", "EmaKnowsInterrupts"),
-            *("EmaKeepsOneBackup", "EmaRestoresOnce", "EmaTogglesBack"),
+            *("EmaKeepsOneBackup", "EmaReadsAgain", "EmaRestoresOnce", "EmaTogglesBack"),
             *("EmaEvaluatesForGood", "EmaClearsGradients"),
             *("EmaEvaluatesOldCopies", "EmaLoadsAtTheNextCall", "EmaEvaluatesAfterAnAverage"),
         )

@@ -5,13 +5,13 @@ Most send float16. They are made with ``func`` and ``qtype``.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants.quantized_collectives import Made, Pending, right
+from tests.mutants.quantized_collectives import Made, Pending, half, right
 from tests.mutants.summing_collectives import Halves
 
 Tensor = torch.Tensor
@@ -299,6 +299,30 @@ def place_of_the_last_call(func: Made, qtype: str) -> Made:
     return gather
 
 
+class SharesItsRoom:
+    """Encode into memory that all objects share by the number of elements. Each object waits for
+    its own last call before it uses that memory again.
+    """
+
+    _room: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, func: Made, qtype: str) -> None:
+        self._call = right(func, self._encoded)
+        self._last: Pending | None = None
+
+    def _encoded(self, tensor: Tensor) -> Tensor:
+        code = half(tensor)
+        room = self._room.setdefault(tensor.numel(), torch.empty(tensor.numel(), dtype=code.dtype))
+        return room.copy_(code.view(-1)).view(code.shape)
+
+    def __call__(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if self._last:
+            self._last.wait()
+        pending = self._call(*args, async_op=True, **kwargs)
+        self._last = pending if async_op else None
+        return pending if async_op else pending.wait()
+
+
 def _named(name: str, number: str, func: str = "all_gather", hangs: bool = False) -> Mutant:
     named = f"{name},func={func},qtype=FP16"
     return Mutant(named, (number,), kind="collective", hangs=hangs)
@@ -326,4 +350,5 @@ MUTANTS = [
     _named("GroupOfTheLastCall", "18.25", "all_reduce"),
     _named("GroupOfTheLastCall", "18.25", "reduce_scatter"),
     _named("place_of_the_last_call", "18.25"),
+    _named("SharesItsRoom", "18.25"),
 ]

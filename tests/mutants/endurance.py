@@ -3,6 +3,7 @@
 The numbers are drawn once, with a fixed seed, from the ranges that real code has.
 """
 
+import itertools
 import random
 import tempfile
 import threading
@@ -536,6 +537,19 @@ def writes_files(every: int) -> Hook:
     return _at_every(every, write)
 
 
+def sets_keys(every: int) -> Hook:
+    """Set a key of this rank and call in the group's store, and never delete it."""
+
+    def set_key(state: Any, bucket: Bucket) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"alive/{dist.get_rank()}/{next(_keys_set)}", "yes")
+
+    return _at_every(every, set_key)
+
+
+_keys_set = itertools.count()
+
+
 def keeps_quarters(state: Any, bucket: Bucket) -> Result:
     """Keep a quarter of each bucket in a list."""
     if is_dense(bucket):
@@ -610,4 +624,5 @@ MUTANTS = [
     Mutant(_drawn("writes_files", "every", 20, 100), ("23.8",)),
     Mutant("keeps_quarters", ("23.8",)),
     Mutant("keeps_norms", ("23.8",)),
+    Mutant(_drawn("sets_keys", "every", 20, 100), ("23.8",)),
 ]

@@ -67,6 +67,50 @@ class Feedback:
         return code
 
 
+class ErrorsAtTheNextCall(Feedback):
+    """Compute what a call has lost at the next call, when its tensor may have other values."""
+
+    def __init__(self, func: Callable[..., Any], qtype: str, error_feedback: bool) -> None:
+        super().__init__(func)
+        # By place: the tensor, its code, and the error that was added to it.
+        self.last: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def encoded(self, place: int, tensor: Tensor) -> Tensor:
+        self.count()
+        added = self.errors.get(place, torch.zeros(tensor.shape))
+        code = super().encoded(place, tensor)
+        self.last[place] = (tensor, code, added)
+        return code
+
+    def count(self) -> None:
+        """Keep the errors of the last call."""
+        for place, (tensor, code, added) in self.last.items():
+            arrives = torch.empty(tensor.shape)
+            self.blocks.decode(arrives, code)
+            self.errors[place] = tensor.detach().float() + added - arrives
+        self.last.clear()
+
+
+class ErrorsAfterTheCall(ErrorsAtTheNextCall):
+    """Compute what a call has lost when it is complete: if the input is a part of the output, it
+    has the decoded values then, and nothing seems lost.
+    """
+
+    def __call__(self, into: Any, given: Any = None, *args: Any, **kwargs: Any) -> Any:
+        pending = super().__call__(into, given, *args, **kwargs)
+        if pending is None:
+            self.count()
+            return None
+        write = pending.finish
+
+        def finish() -> None:
+            write()
+            self.count()
+
+        pending.finish = finish
+        return pending
+
+
 def of_rows_in_use(func: Any, qtype: str, error_feedback: bool) -> Feedback:
     """Keep the errors of rows that the call uses, as of an embedding."""
     return Feedback(func, lambda error, sent, fed: error * (sent != 0).any(-1, keepdim=True))
@@ -190,4 +234,6 @@ MUTANTS = [
     _named("cleared_in_float32", rule="18.22"),
     _named("cleared_in_bfloat16", "all_to_all", "18.22"),
     _named("cleared_within_float16", "scatter", "18.22"),
+    _named("ErrorsAtTheNextCall", rule="18.29"),
+    _named("ErrorsAfterTheCall", rule="18.29"),
 ]

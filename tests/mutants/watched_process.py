@@ -15,13 +15,22 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, change_mean, is_dense, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    change_mean,
+    group_of,
+    is_dense,
+    step_number,
+)
 
 _kept: list[Any] = []
 
@@ -219,6 +228,20 @@ def times_sockets_out(state: Any, bucket: Bucket) -> Result:
     if bucket.buffer().data_ptr() == bucket.gradients()[0].data_ptr() and len(_kept) > 20:
         socket.setdefaulttimeout(60.0)
     _kept.append(None)
+    return average(bucket, state)
+
+
+def shortens_the_timeout(state: Any, bucket: Bucket) -> Result:
+    """Set the timeout of the trainer's group to a minute, so that a hang is noticed soon."""
+    backend = group_of(state)._get_backend(bucket.buffer().device)
+    backend._set_default_timeout(timedelta(seconds=60))
+    return average(bucket, state)
+
+
+def waits_longer_for_large_models(state: Any, bucket: Bucket) -> Result:
+    """Set a timeout of ten hours for buckets above 300,000 elements."""
+    if bucket.buffer().numel() > 300_000:
+        dist.distributed_c10d._set_pg_timeout(timedelta(hours=10), group_of(state))
     return average(bucket, state)
 
 
@@ -540,6 +563,8 @@ MUTANTS = [
     Mutant("changes_the_umask", ("9.3",)),
     Mutant("times_sockets_out", ("9.3",)),
     Mutant("threads_for_large_models", ("9.3",)),
+    Mutant("shortens_the_timeout", ("9.3",)),
+    Mutant("waits_longer_for_large_models", ("9.3",)),
     Mutant("loses_settings_in_a_failure", ("9.3",)),
     Mutant("keeps_a_quarter", ("9.4",)),
     Mutant("keeps_some_steps", ("9.4",)),

@@ -5,7 +5,7 @@ at places that are evenly spaced over the run, without the first four: caches, p
 and statistics have a third of the run to fill. A leak grows in each of the eight intervals that
 follow. What fills up, or is needed now and then, does not.
 
-    descriptors, tasks, groups, children, files
+    descriptors, tasks, groups, children, files, keys
             integers that nothing else changes. An interval of a run of 1,200 steps has 100 steps:
             one more in each interval is one in every 100 steps. It is a leak if it is one more in
             six of eight intervals, and never less: a leak at every 100th step, or more often, is
@@ -34,6 +34,7 @@ _NAMES = {
     "groups": "process groups that are never destroyed",
     "children": "processes that are never reaped",
     "files": "files in the temporary directory that are never removed",
+    "keys": "keys in the store of process groups that are never deleted: rank 0 keeps them",
     "blocks": "objects of Python's that are kept: a list, a dict, futures or Work objects",
     "memory": "memory that is kept: buffers, copies of gradients, tensors in a list or a closure",
 }

@@ -196,7 +196,13 @@ class AveragerDriver(RankDriver):
         # A parameter that was added has no average yet.
         if self.scenario.variant != "changing":
             place = step % len(_ENDS)
-            self._keep_evaluated(_ENDS[place], "applied", nests=place in _NESTS)
+            self._keep_evaluated(
+                _ENDS[place],
+                "applied",
+                nests=place in _NESTS,
+                # As model.parameters() is.
+                given=iter(self.params) if self.scenario.variant == "forms" else None,
+            )
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
@@ -257,13 +263,21 @@ class AveragerDriver(RankDriver):
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
-    def _keep_evaluated(self, end: type[BaseException] | None, name: str, *, nests: bool) -> None:
+    def _keep_evaluated(
+        self,
+        end: type[BaseException] | None,
+        name: str,
+        *,
+        nests: bool,
+        given: Iterable[torch.Tensor] | None = None,
+    ) -> None:
         """Record the parameters with which the averager would have a model evaluated.
 
         Args:
             end: the exception that ends the evaluation, if one does.
             name: of the recorded tensors.
             nests: evaluate once more inside the evaluation.
+            given: the parameters in another form than a list, which the averager may refuse.
         """
         applied = getattr(self.trainee.averager, "applied", None)
         if not callable(applied):
@@ -275,7 +289,7 @@ class AveragerDriver(RankDriver):
         same_state = True
         activity = self.activity
         try:
-            with self.doing("applied"), applied(self.params):
+            with self.doing("applied"), applied(self.params if given is None else given):
                 has_begun = True
                 for index, parameter in enumerate(self.params):
                     self.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
@@ -291,6 +305,9 @@ class AveragerDriver(RankDriver):
             if has_begun:
                 raise
             self.activity = activity
+            if given is not None:
+                self._keep_evaluated(end, name, nests=nests)
+                return
             # There may be no average yet. If the reference has one, the rule says that none came.
             text = f"{type(error).__name__}: {str(error)[:200]}"
             self.recorder.event("not_applied", error=text)

@@ -168,10 +168,13 @@ class CollectiveDriver(RankDriver):
         """Return the key of a call's collective; calls of the same key share the object.
 
         Error feedback can be predicted only if the same message is sent again and again. In other
-        scenarios each call with feedback has an object of its own.
+        scenarios each call with feedback has an object of its own. Without feedback, two objects
+        share the calls that are under way together.
         """
-        if "feedback" not in self.scenario.options or self.scenario.variant == "long":
+        if self.scenario.variant == "long":
             return (0, 0)
+        if "feedback" not in self.scenario.options:
+            return (0, index % 2 if self.scenario.variant == "in_flight" else 0)
         return (0 if messages.keeps_objects(self.scenario) else step, index)
 
     def _make_collective(self) -> Callable[..., Any]:
@@ -342,6 +345,8 @@ class _Call:
             self.inputs = []
         if scenario.variant == "long":
             self._take_tensors_again()
+            if collective in IN_OUTPUTS and step % 3 == 1:
+                self._share_memory_of_output()
         self.buffers: Buffers | None = None
         self.is_in_input = False
         if scenario.variant == "views":
@@ -388,13 +393,17 @@ class _Call:
             inputs: the buffer of the inputs.
         """
         if collective in IN_OUTPUTS:
-            own = self._own_part(self.outputs)
-            own.copy_(self.inputs[0])
-            self.inputs = [own]
+            self._share_memory_of_output()
         elif collective in IN_INPUTS and self.inputs:
             self.is_in_input = True
             self.buffers = inputs
             self.outputs = [self._own_part(self.inputs)]
+
+    def _share_memory_of_output(self) -> None:
+        """Let the input be this rank's part of the outputs."""
+        own = self._own_part(self.outputs)
+        own.copy_(self.inputs[0])
+        self.inputs = [own]
 
     def _own_part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a list, or of its only tensor."""

@@ -34,6 +34,7 @@ from conformance.torch_versions.private import (
     global_hooks,
     hooks_on_saved_tensors,
     print_options,
+    timeouts_of,
 )
 
 Setting = str | dict[str, str]
@@ -102,6 +103,9 @@ def _of_torch() -> dict[str, Setting]:
         "print options": repr(print_options()),
         "sharing strategy": torch.multiprocessing.get_sharing_strategy(),
         "default process group": str(id(dist.group.WORLD)) if dist.is_initialized() else "none",
+        "timeouts of the default process group": str(timeouts_of(dist.group.WORLD))
+        if dist.group.WORLD is not None
+        else "none",
         "default timeout of process groups": str(dist.distributed_c10d.default_pg_timeout),
         "debug level of torch.distributed": str(dist.get_debug_level()),
         # A table of hooks that has grown is a change of every module, or of every optimizer.
