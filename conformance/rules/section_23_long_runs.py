@@ -32,7 +32,8 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, lemma 3: residuals are "
     "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
-    "are dropped, scaled or forgotten now and then, or when the model is evaluated; a forward "
+    "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter that "
+    "is given up after many steps of zeros; a forward "
     "without gradients that a hook on the module takes for the one of the step",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
@@ -54,6 +55,10 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     directions, and so do those of 96 steps in which gradients are 8 times as large as in the 60
     steps before, or more; under ``local`` each result is a weighted mean (see
     ``judging/oracles/long_runs.py``). A run that ends early or hangs fails this rule.
+
+    Unless results are lossy, one parameter's gradients are zero on all ranks for 150 to 350 steps,
+    and then return. In a warm-up of two steps or more, before lossy results with feedback, one
+    rank's gradients overflow in one step.
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the

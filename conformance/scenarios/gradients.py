@@ -61,6 +61,8 @@ turn/37/5.12, and others
             of the same sign on all ranks (``turns.py``).
 grown/3, and others
             constant, 2**3 times as large (``growth.py``).
+resting/3, and others
+            crafted, but for one parameter, whose gradients are zero (``resting_parameter.py``).
 settling    constant, for steps in which every rank uses every parameter (``uses``).
 
 The patterns of ``training``:
@@ -85,6 +87,7 @@ from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.model import DRAINING
+from conformance.scenarios.resting_parameter import RESTING, rests
 from conformance.scenarios.specials import (
     SPECIAL_EVERY,
     place_of,
@@ -347,6 +350,10 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return _few(numel, places(kind, numel, param), (step, param), rank)
     if kind.startswith(TURN):
         return _turn(kind, numel, rank, param)
+    if kind.startswith(RESTING):
+        if rests(kind, param):
+            return torch.zeros(numel, dtype=torch.float64)
+        return _values("crafted", numel, world, rank, step, param)
     place = place_of(kind)
     if kind == "tiled" or place:
         tile = _values("crafted", min(numel, TILE), world, rank, step, param)

@@ -14,6 +14,7 @@ import torch
 
 from conformance.scenarios.few_elements import FEW
 from conformance.scenarios.growth import GROWN
+from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.turns import TURN
 
 # Every fifth element of a nan or inf step is special. Most elements still show the mean.
@@ -46,7 +47,7 @@ def base_kind(kind: str) -> str:
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
     base, *words = kind.split("/")
-    if not words or base in (FEW, TURN, GROWN):
+    if not words or base in (FEW, TURN, GROWN, RESTING):
         return None
     place = Place(*(int(word) for word in words if word != _ALL))
     return replace(place, every=1) if words[-1] == _ALL else place

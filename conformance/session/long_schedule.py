@@ -2,11 +2,13 @@
 
 The kinds of most rounds decide which claim can be judged; special rounds lie at drawn places.
 
-    exact, rounded, sum     crafted values, and random ones in a quarter of the period; zeros, NaN,
-                            infinities, wide, small and large values in special rounds
-    compressed              a constant plus random values, so that losses add up; rounds with four
-                            times as much, small ones, zeros; zeros until residuals are empty, once
-                            on the way and at the end; before the end small ones alone
+    exact, rounded, sum     crafted values, and random ones in a quarter of the period; zeros of
+                            one parameter for hundreds of rounds; zeros, NaN, infinities, wide,
+                            small and large values in special rounds
+    compressed              infinities on one rank in a claimed warm-up; a constant plus random
+                            values, so that losses add up; rounds with four times as much, small
+                            ones, zeros; zeros until residuals are empty, once on the way and at the
+                            end; before the end small ones alone
     compressed(ef21)        random values, held until the estimates have converged to them
     compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
@@ -24,6 +26,7 @@ from dataclasses import replace
 from conformance.scenarios.growth import GROWN, put_staircases
 from conformance.scenarios.learning_rates import with_learning_rates
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.resting_parameter import put_rest
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.turns import turns
 from conformance.subjects.claims import (
@@ -46,6 +49,8 @@ SPIKES = 8  # rounds with four times as much as usual, and small ones
 _OTHER_LENGTHS = (-20, 17)
 _ROUNDS_OF_A_LENGTH = 260
 _ROUNDS_BEFORE = 300
+_ALONE_IN_BUCKETS = (0, 3)  # the first parameter and the last one
+_RANKS = 2  # of the run
 _RARE = ("nan", "inf", "tiny", "wide")  # kinds that some claims do not take
 
 
@@ -57,11 +62,16 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         ("normal",) * (period // 4) + ("crafted",) * (period - period // 4), period
     )
     warm_up = [exact[number % period] for number in range(claims.steps_of_warmup)]
+    if len(warm_up) > 1 and claims.lossy == FEEDBACK and not claims.fused:
+        # One rank alone overflows, as under the first scales of a GradScaler.
+        warm_up[draws.randrange(len(warm_up))] = f"inf/{draws.randrange(_RANKS)}"
     hold = 1
     drawn = scenario.long_run.drawn
     if not claims.lossy:
         after = [exact[number % period] for number in range(drawn)]
-        _put(after, _special_kinds(claims), REPEATS, draws)
+        rest = put_rest(after, _ALONE_IN_BUCKETS, draws)
+        places = [place for place in range(1, drawn) if place not in rest]
+        _put(after, _special_kinds(claims), REPEATS, draws, places)
     elif claims.lossy == FEEDBACK:
         after = _with_feedback(drawn, claims.delta, draws)
     elif claims.lossy == DIFFERENCE:

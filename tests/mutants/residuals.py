@@ -38,7 +38,8 @@ class Residuals:
         self.kept[parameter] = finite(residual)
 
 
-def _hook(state: Residuals, bucket: Bucket) -> Result:
+def halves_with_feedback(state: Residuals, bucket: Bucket) -> Result:
+    """Send the larger half of the elements of each parameter, with feedback."""
     if not is_dense(bucket) or bucket.parameters()[0].is_complex():
         return average(bucket, state.group)
     parts = list(bucket.buffer().split([p.numel() for p in bucket.parameters()]))
@@ -68,7 +69,7 @@ class NeverUnused(Residuals):
 
 def loses_unused(state: Any, bucket: Bucket) -> Result:
     """Send the residual of a parameter that no rank has used, which DDP drops."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class UnusedBuckets(Residuals):
@@ -82,7 +83,7 @@ class UnusedBuckets(Residuals):
 
 def keeps_if_one_rank_did_not(state: Any, bucket: Bucket) -> Result:
     """Drop the gradients of a bucket that a single rank has not used."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class ForgetsUnused(Residuals):
@@ -96,7 +97,7 @@ class ForgetsUnused(Residuals):
 
 def forgets_unused(state: Any, bucket: Bucket) -> Result:
     """Drop the residual of an expert that rests for a step."""
-    result = _hook(state, bucket)
+    result = halves_with_feedback(state, bucket)
     if is_dense(bucket) and not bucket.parameters()[0].is_complex():
         for parameter, is_stale in zip(bucket.parameters(), state.stale, strict=True):
             if is_stale:
@@ -116,7 +117,7 @@ class IgnoresScale(Residuals):
 
 def ignores_scale(state: Any, bucket: Bucket) -> Result:
     """Keep residuals in units of the old loss scale, as most published hooks do."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class Divides(Residuals):
@@ -128,7 +129,7 @@ class Divides(Residuals):
 
 def rescales_the_wrong_way(state: Any, bucket: Bucket) -> Result:
     """Divide residuals by the factor of the loss scale."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class SmallOnly(Residuals):
@@ -150,7 +151,7 @@ class SmallOnly(Residuals):
 
 def rescales_small_ones(state: Any, bucket: Bucket) -> Result:
     """Leave the residuals of large parameters in units of the old loss scale."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class OnlyGrows(Residuals):
@@ -163,7 +164,7 @@ class OnlyGrows(Residuals):
 
 def ignores_overflows(state: Any, bucket: Bucket) -> Result:
     """Rescale residuals when the loss scale grows, and not when an overflow lowers it."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class FirstOnly(Residuals):
@@ -176,7 +177,7 @@ class FirstOnly(Residuals):
 
 def rescales_one(state: Any, bucket: Bucket) -> Result:
     """Rescale the residual of one parameter."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class _Later(Residuals):
@@ -218,7 +219,7 @@ class KeepsTheFirst(_Later):
 
 def keeps_one_factor(state: Any, bucket: Bucket) -> Result:
     """Multiply residuals by one of the factors since the last step."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class _AtUse(_Later):
@@ -280,7 +281,7 @@ class ScaleOfTheBucket(_AtUse):
 def forgets_the_factor_of_an_expert(state: Any, bucket: Bucket) -> Result:
     """Leave the residual of a parameter that rests in units of the old loss scale."""
     state.in_bucket = bucket.parameters()
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class Clamps(Residuals):
@@ -292,7 +293,7 @@ class Clamps(Residuals):
 
 def clamps_factor(state: Any, bucket: Bucket) -> Result:
     """Take a factor beyond four for an error of the caller."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class RescalesACopy(Residuals):
@@ -305,7 +306,7 @@ class RescalesACopy(Residuals):
 
 def rescales_a_copy(state: Any, bucket: Bucket) -> Result:
     """Rescale copies of the residuals, and keep the old ones."""
-    return _hook(state, bucket)
+    return halves_with_feedback(state, bucket)
 
 
 class Estimates(Residuals):

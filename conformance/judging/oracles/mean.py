@@ -58,12 +58,14 @@ import torch
 
 from conformance.records.run import Run, fed
 from conformance.scenarios.model import Param
+from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.specials import base_kind
 from conformance.subjects.claims import Claims
 
 # The kinds of gradients with a bound of 0.
 EXACT_KINDS = (
     "crafted",
+    RESTING,
     "tiled",
     "nan",
     "inf",
