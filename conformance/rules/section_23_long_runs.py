@@ -32,9 +32,9 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, lemma 3: residuals are "
     "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
-    "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter that "
-    "is given up after many steps of zeros; a forward "
-    "without gradients that a hook on the module takes for the one of the step",
+    "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter "
+    "that is given up after many steps of zeros; a forward without gradients that a hook on the "
+    "module takes for the one of the step",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
     """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
