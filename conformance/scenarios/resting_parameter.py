@@ -1,4 +1,4 @@
-"""Gradients of which one parameter's are zero on all ranks for hundreds of steps, and then return.
+"""Gradients that are zero for one parameter on all ranks in hundreds of steps, and then return.
 
 In training the weight of a loss may be zero at first, or the layers of a task may rest: DDP has the
 parameter in its bucket all the same. A hook that gives it up after so many steps of zeros keeps the

@@ -80,9 +80,7 @@ def known_groups() -> Any:
 
 
 def timeouts_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the timeout of each backend of a group by the device type that it is for; of those
-    backends that tell it.
-    """
+    """Return the timeouts of a group's backends, by device type; some backends have none."""
     found = {}
     for device in group._device_types:
         with contextlib.suppress(Exception):

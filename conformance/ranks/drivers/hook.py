@@ -525,7 +525,10 @@ class HookDriver(RankDriver):
             self.activity = KIT
             reason = str(error)
             if not isinstance(error, CannotSimulate):
-                reason = f"{type(error).__name__}: {error}"
+                reason = (
+                    f"it raised {type(error).__name__} ({error}) on a simulated rank, whose group "
+                    "has no store and no backend"
+                )
             self.recorder.event("not simulated", why=reason[:500])
 
     def _simulate_sizes(self) -> None:
