@@ -24,7 +24,7 @@ def failures(name: str, count: Callable[[int], int]) -> list[str]:
 
 
 @pytest.mark.parametrize("every", [1, 7, 50, 99, 100])
-@pytest.mark.parametrize("name", ["descriptors", "tasks", "groups", "children", "files"])
+@pytest.mark.parametrize("name", ["descriptors", "tasks", "groups", "children", "files", "keys"])
 def test_one_more_at_every_so_many_steps_is_growth(name: str, every: int) -> None:
     for phase in range(0, every, 9):
         assert failures(name, lambda step, phase=phase: 40 + (step + phase) // every)
@@ -46,6 +46,15 @@ def test_counts_that_come_and_go_are_no_growth() -> None:
         assert not failures("tasks", lambda step: 12 + draws.randrange(2))
         assert not failures("blocks", lambda step: 100_000 + draws.randrange(3000))
         assert not failures("memory", lambda step: 10_000_000 + draws.randrange(100_000))
+
+
+def test_records_without_a_newer_count_are_judged_by_the_others() -> None:
+    events = [
+        {"event": "checkpoint", "step": step, "time": 0.0, "files": step} for step in range(13)
+    ]
+    found = Found()
+    require_no_growth(RankRecord(0, events=events), ["files", "keys"], found)
+    assert len(found.failures) == 1
 
 
 def test_the_failure_names_the_steps_and_the_thing() -> None:
