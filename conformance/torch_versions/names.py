@@ -53,6 +53,8 @@ OF_THE_KIT = (
     PrivateName("torch.ScriptObject._type", "finds the process group among a kernel's arguments"),
     PrivateName("torch.distributed.ProcessGroup._allgather_base", "a method that is recorded"),
     PrivateName("torch.distributed.ProcessGroup._reduce_scatter_base", "a method that is recorded"),
+    PrivateName("torch.distributed.ProcessGroup._device_types", "9.3 reads a group's timeouts"),
+    PrivateName("torch.distributed.ProcessGroup._get_backend", "9.3 reads a group's timeouts"),
     PrivateName(f"{_GROUPS}._world", "the groups of this process"),
     PrivateName(f"{_GROUPS}._update_default_pg", "simulated ranks"),
     PrivateName(f"{_GROUPS}._get_default_store", "the watch compares ranks through the store"),
