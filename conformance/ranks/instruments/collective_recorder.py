@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.ranks.instruments.failing_collective import FailingCollective
+from conformance.ranks.instruments.failing_collective import FailingCollective, unboxed
 from conformance.ranks.instruments.injected import collective_failed
 from conformance.ranks.instruments.peer_death import PeerDeath
 from conformance.ranks.instruments.python_groups import Method, root_of, wrap_python_groups
@@ -185,7 +185,7 @@ class CollectiveRecorder:
         """
         for work in self._not_drained():
             with contextlib.suppress(RuntimeError):
-                _unboxed(work).get_future().wait()
+                unboxed(work).get_future().wait()
 
     def _not_drained(self) -> list[Any]:
         with self._lock:
@@ -285,7 +285,7 @@ class CollectiveRecorder:
             if self._serialises:
                 self._wait_for(work)
         if raises:
-            return self.raising.fail(result)
+            return self.raising.fail(result, work if is_collective else None)
         return self.failing.pass_on(name, moved, result) if self.failing else result
 
     def _record(self, fingerprint: dict[str, Any]) -> None:
@@ -411,11 +411,6 @@ def _fingerprint(
         "group": sorted(ranks),
         "named": group.group_name,
     }
-
-
-def _unboxed(work: Any) -> Any:
-    """Return the Work itself; a kernel returns it in a box, and a Python group without one."""
-    return dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else work
 
 
 def _listed(ranks: list[int]) -> str:

@@ -189,10 +189,15 @@ def with_failing_work(result: Any, works: list[Any], *, waits: bool = True) -> A
     if work is None:
         raise collective_failed()
     is_boxed = isinstance(work, torch.ScriptObject)
-    failing = _FailingWork(dist.Work.unbox(work) if is_boxed else work, waits=waits)
+    failing = _FailingWork(unboxed(work), waits=waits)
     works.append(failing)
     changed = failing.boxed() if is_boxed else failing
     return (*tensors, changed) if isinstance(result, (tuple, list)) else changed
+
+
+def unboxed(work: Any) -> Any:
+    """Return the Work itself; a kernel returns it in a box, and a Python group without one."""
+    return dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else work
 
 
 class _FailingWork(dist.Work):

@@ -119,6 +119,7 @@ class Faults:
             self._death.end()
         has_come = raised is not None or (self._rank == FAULTY_RANK and not unused)
         if self._raising.is_issued:
+            self._raising.settle()
             has_come = self._agree(has_come)
         if not has_come and self._recorder.step < self._last:
             return False

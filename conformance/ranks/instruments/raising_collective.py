@@ -2,7 +2,8 @@
 
 The first one raises in place of being issued, so that its peers wait until this rank leaves. A
 later one is issued before it raises. Peers receive its result and go on, and a hook that swallows
-the error issues the collectives after it together with them.
+the error issues the collectives after it together with them. The rank does not leave before that
+collective has taken place: peers would get an error in some runs, and a result in others.
 
 The number of collectives of a step is the largest of the steps before: of the last ``REMEMBERED``
 ones with a collective, since a hook may issue more in its first step than in others. If the step
@@ -11,14 +12,17 @@ has fewer, the next step is tried. In the last step that may fail, the first col
 If all ranks fail (``drivers/failing_models.py``), the first one is issued too.
 """
 
+import contextlib
+import datetime
 import threading
 from collections import deque
 from typing import Any
 
-from conformance.ranks.instruments.failing_collective import with_failing_work
+from conformance.ranks.instruments.failing_collective import unboxed, with_failing_work
 from conformance.ranks.instruments.injected import collective_failed
 
 REMEMBERED = 24
+_PATIENCE = datetime.timedelta(seconds=5)
 
 
 class RaisingCollective:
@@ -45,6 +49,7 @@ class RaisingCollective:
         self._counts: deque[int] = deque(maxlen=REMEMBERED)
         self._place: int | None = None
         self._works: list[Any] = []
+        self._taking_place: Any = None
         self.raised_at = 0
 
     @property
@@ -89,19 +94,30 @@ class RaisingCollective:
             self.raised_at = place + 1
             return True
 
-    def fail(self, result: Any) -> Any:
+    def fail(self, result: Any, work: Any) -> Any:
         """Raise the error of a collective that is issued, or return a Work that ends with it.
 
         Args:
             result: of the kernel; it is kept, since nobody else may hold it.
+            work: the collective's; None if the kernel has none, or sends to one rank alone.
 
         Raises:
             Injected: the call is to fail.
         """
         self._works.append(result)
+        self._taking_place = work
         if not self._at_end:
             raise collective_failed()
         return with_failing_work(result, self._works, waits=False)
+
+    def settle(self) -> None:
+        """Wait until the collective that has raised has taken place.
+
+        A peer may need a message of this rank first, which is never sent: then the wait ends.
+        """
+        if self._taking_place is not None:
+            with contextlib.suppress(RuntimeError):
+                unboxed(self._taking_place).wait(_PATIENCE)
 
     def _place_by_counts(self) -> int | None:
         """Return the place of the collective that raises, or None if steps had none so far."""
