@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.strategy import statistic
+from conformance.scenarios.strategy_schedule import statistic
 
 # The bits of the mask.
 BITS = 16

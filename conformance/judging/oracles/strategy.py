@@ -44,8 +44,8 @@ from conformance.judging.verdict import Failure, Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
-from conformance.scenarios.strategy import (
-    NO_DDP,
+from conformance.scenarios.strategy import NO_DDP
+from conformance.scenarios.strategy_schedule import (
     batches,
     clears,
     is_judged,

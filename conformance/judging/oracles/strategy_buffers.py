@@ -22,7 +22,7 @@ from conformance.judging.oracles.strategy import steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.model_buffers import UPDATED, update_of
-from conformance.scenarios.strategy import batches
+from conformance.scenarios.strategy_schedule import batches
 
 # The buffers, in words.
 _BUFFERS = {

@@ -20,8 +20,9 @@ from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model_buffers import update_of
-from conformance.scenarios.strategy import (
-    ACCUMULATED,
+from conformance.scenarios.strategy import ACCUMULATED
+from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
+from conformance.scenarios.strategy_schedule import (
     Swap,
     abandoned_after,
     added,
@@ -42,7 +43,6 @@ from conformance.scenarios.strategy import (
     turns,
     uses,
 )
-from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 
 Grads = list[torch.Tensor | None]
 

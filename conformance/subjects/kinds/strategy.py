@@ -26,7 +26,6 @@ from conformance.scenarios.probes_of_kinds import STRATEGY as PROBE
 from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import (
-    _DIFFERENT,
     ACCUMULATED,
     COMBINED,
     COUNTED,
@@ -45,8 +44,8 @@ from conformance.scenarios.strategy import (
     SUBGROUPS,
     VIEWS,
     WITHOUT,
-    counted,
 )
+from conformance.scenarios.strategy_schedule import _DIFFERENT, counted
 from conformance.scenarios.strategy_training import (
     ALL,
     AUTOCAST,

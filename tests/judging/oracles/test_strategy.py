@@ -12,7 +12,7 @@ from conformance.judging.oracles.strategy import fed_part, largest_error, right
 from conformance.records.run import Run
 from conformance.scenarios.conditions_together import STRATEGY
 from conformance.scenarios.draws import drawn
-from conformance.scenarios.strategy import batches
+from conformance.scenarios.strategy_schedule import batches
 
 SPECIAL = next(scenario for scenario in STRATEGY if scenario.name == "strategy_special_together")
 

@@ -20,7 +20,8 @@ from conformance.judging.verdict import Found, Verdict
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.strategy import PLAIN, batches, by_itself, multiple
+from conformance.scenarios.strategy import PLAIN
+from conformance.scenarios.strategy_schedule import batches, by_itself, multiple
 from conformance.session.adaptations import adapt_scenario
 from conformance.session.engine import make_engine
 from conformance.session.run_sources import LocalSource

@@ -1,7 +1,7 @@
 """Tests of the drawn numbers of strategies' scenarios."""
 
 from conformance.scenarios.draws import drawn
-from conformance.scenarios.strategy import part_of, turns
+from conformance.scenarios.strategy_schedule import part_of, turns
 from conformance.scenarios.strategy_training import TURNS
 
 

@@ -1,0 +1,376 @@
+"""The micro-batches of a strategy's steps: how many there are, and what happens in each.
+
+The functions define which parameters a micro-batch uses and how large its gradients are. The ranks
+that run a scenario and the rules that judge it both call them. Here ``place`` is a rank's number
+within its group.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from conformance.scenarios.averager_training import option, with_option
+from conformance.scenarios.interrupts import ERROR, INTERRUPTS, drawn_interrupts
+from conformance.scenarios.model import Scenario
+
+# Numbers of micro-batches by variant; steps go through them in turn. Other variants have two.
+_BATCHES = {
+    "": (1,),
+    "accumulated": (2, 4, 1),
+    "microbatches": (4,),
+    "claim": (4,),
+    "four": (4,),
+    "empty": (3,),
+    "abandoned": (3,),
+    "recovered": (3,),
+    "buffers": (2, 4, 1),
+    "freezing": (2, 3),
+}
+
+_EXACT = 4  # micro-batches of a step whose sums can be exact
+
+# The variants in which ranks or micro-batches use different parameters.
+_DIFFERENT = (
+    *("microbatches", "ranks", "combined", "claim", "together"),
+    *("added", "turns", "swapped", "freezing"),
+)
+
+
+COUNTS = "counts"
+
+
+def count_of(scenario: Scenario) -> int:
+    """Return the micro-batches of each step that the strategy claims to count, or 0."""
+    return int(option(scenario, COUNTS) or 0)
+
+
+def counted(scenario: Scenario, number: str) -> Scenario:
+    """Return a scenario for a strategy that counts micro-batches itself.
+
+    Gradients near the limit of a dtype come in steps of a single micro-batch, which such a strategy
+    does not have: ordinary ones take their place.
+
+    Args:
+        scenario: the scenario.
+        number: the micro-batches of each step.
+    """
+    steps = tuple("normal" if kind == "limit" else kind for kind in scenario.steps)
+    return with_option(replace(scenario, steps=steps), COUNTS, number)
+
+
+def batches(scenario: Scenario, step: int) -> int:
+    """Return the number of micro-batches of a step."""
+    if by_itself(scenario, step) or scenario.steps[step] == "limit":
+        return 1
+    if count := count_of(scenario):
+        return count
+    most = {"many": (5, 40), "together": (1, 9)}.get(scenario.variant)
+    if most:
+        return random.Random(f"{scenario.session_seed}/batches/{step}").randint(*most)
+    numbers = _BATCHES.get(scenario.variant, (2,))
+    return numbers[step % len(numbers)]
+
+
+def by_itself(scenario: Scenario, step: int) -> bool:
+    """Whether a step runs under DDP alone, without the subject."""
+    return scenario.variant == "without" and step % 2 == 1
+
+
+def clears(scenario: Scenario, step: int) -> bool:
+    """Whether gradients are cleared before a step."""
+    return scenario.variant != "kept" or step % 2 == 0
+
+
+def clears_inside(scenario: Scenario, step: int) -> bool:
+    """Whether they are cleared between the forward and the backward of the first micro-batch."""
+    return scenario.variant == "accumulated" and step % 2 == 1
+
+
+def raises_in(scenario: Scenario, step: int) -> int | None:
+    """Return the micro-batch of a step in which an exception is raised, or None.
+
+    That micro-batch is the last one of its step.
+    """
+    if scenario.variant != "raises":
+        return None
+    if step in (1, 2):
+        return step - 1
+    return _INTERRUPTED.index(step) % 2 if step in _INTERRUPTED else None
+
+
+def raised_in(scenario: Scenario, step: int) -> str:
+    """Return the name of the exception that is raised in a step; it is one of Python's."""
+    if scenario.variant != "raises":
+        return _generator(scenario, step).choice((ERROR, *INTERRUPTS))
+    if step not in _INTERRUPTED:
+        return ERROR
+    return drawn_interrupts(scenario)[_INTERRUPTED.index(step) // 2]
+
+
+# Steps in which an exception is raised that is no error, before a backward and after it in turn. A
+# whole step follows each: another exception may put back what one has left.
+_INTERRUPTED = range(4, 24, 2)
+
+
+def abandoned_after(scenario: Scenario, step: int) -> int | None:
+    """Return the number of micro-batches after which a step is given up, or None.
+
+    Its last micro-batch never comes, and its gradients are cleared.
+    """
+    if scenario.variant != "abandoned":
+        return None
+    draw = _generator(scenario, 0)
+    steps = draw.sample(range(len(scenario.steps) - 1), 2)
+    number = draw.randint(1, 2)
+    return number if step in steps else None
+
+
+def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
+    """Return the micro-batch in which an exception is raised, and after which the step goes on.
+
+    A strategy that counts may count that micro-batch, or not.
+    """
+    if count_of(scenario):
+        return None
+    if scenario.variant == "long":
+        draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
+        return 0 if draw.random() < 0.2 else None
+    if scenario.variant != "recovered":
+        return None
+    return (_generator(scenario).randrange(2) + step) % 2
+
+
+def is_judged(scenario: Scenario, step: int) -> bool:
+    """Whether the gradients after a step are judged: the step has come to its end."""
+    return raises_in(scenario, step) is None and abandoned_after(scenario, step) is None
+
+
+def is_empty(scenario: Scenario, size: int, place: int, step: int, batch: int) -> bool:
+    """Whether a rank has nothing to do in a micro-batch: neither a forward nor a backward."""
+    if scenario.variant != "empty":
+        return False
+    idle_step = _generator(scenario).randrange(len(scenario.steps))
+    if step == idle_step:
+        # One rank has nothing to do in the whole step.
+        return place == _generator(scenario, step).randrange(size)
+    return place == _generator(scenario, step, batch).randrange(2 * size)
+
+
+def statistic(place: int, step: int, batch: int) -> float:
+    """Return the value that a micro-batch adds to the statistics of a normalisation."""
+    return float(64 * (place + 1) + 8 * step + batch)
+
+
+# Before this step of two models each order of their micro-batches comes once.
+_FIRST_NESTED = 8
+
+
+def order_of_two(scenario: Scenario, step: int) -> list[tuple[int, int]]:
+    """Return the order in which the micro-batches of two models come, as (model, micro-batch)."""
+    # Every order in which both models are in the midst of a step comes once.
+    orders = [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0)]
+    _generator(scenario).shuffle(orders)
+    order = orders[step // 2 % len(orders)]
+    return [(model, order[:at].count(model)) for at, model in enumerate(order)]
+
+
+def nested_of_two(scenario: Scenario, step: int) -> list[list[tuple[int, int]]]:
+    """Return the micro-batches of two models in their order; those whose contexts are nested in
+    each other are together.
+
+    Each order comes without nested contexts. In a later step both contexts are those of a first, or
+    of a last micro-batch; in another one, one is that of a last, and the other that of a first one.
+    """
+    order = order_of_two(scenario, step)
+    if step < _FIRST_NESTED:
+        return [[one] for one in order]
+    draw = _generator(scenario, _FIRST_NESTED)
+    unequal = draw.choice((_FIRST_NESTED, _FIRST_NESTED + 2))
+    if step != unequal:
+        return [list(pair) for pair in zip(order[::2], order[1::2], strict=True)]
+    one = draw.randrange(2)
+    both = [(one, 1), (1 - one, 0)]
+    draw.shuffle(both)
+    return [[(one, 0)], both, [(1 - one, 1)]]
+
+
+def _generator(scenario: Scenario, *key: int) -> random.Random:
+    return random.Random(f"{scenario.session_seed}/{scenario.name}/{key}")
+
+
+def multiple(size: int, number: int, batch: int) -> int:
+    """Return the factor by which a micro-batch's gradient is a multiple of the step's.
+
+    Args:
+        size: the size of the group.
+        number: the number of micro-batches of the step.
+        batch: the micro-batch.
+    """
+    # Powers of two: every choice of micro-batches has a sum of its own, so that a wrong result
+    # shows which ones were lost. A subject may average what has accumulated in every micro-batch,
+    # and so divide by the size of the group as often; the power of the size keeps that exact.
+    if number <= _EXACT:
+        return int(2**batch * size ** (number - 1))
+    # Such powers would leave the range of float32. Values of many micro-batches are random, and
+    # need not be exact.
+    return 1 + batch % 5
+
+
+def multiple_in(scenario: Scenario, size: int, step: int, batch: int) -> int:
+    """Return the factor of a micro-batch's gradient in a step of a scenario; see :func:`multiple`.
+
+    Powers of the size would leave the range of float16 if several micro-batches near its limit are
+    counted. Sums of the others are exact for a subject that averages once in a step.
+    """
+    if count_of(scenario) and scenario.variant == "special":
+        return int(2**batch)
+    return multiple(size, batches(scenario, step), batch)
+
+
+def added(scenario: Scenario) -> tuple[int, frozenset[int]]:
+    """Return the step from which on some parameters are used, and these parameters."""
+    if scenario.variant != "added":
+        return 0, frozenset()
+    numbers = random.Random(f"{scenario.session_seed}/added")
+    step = numbers.randint(1, len(scenario.steps) - 2)
+    indices = numbers.sample(range(len(scenario.params)), numbers.randint(1, 4))
+    return step, frozenset(indices)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Parameters that others take the place of; their number stays.
+
+    Attributes:
+        step: the step before which the optimizer drops some parameters and is given as many others.
+        dropped: the first of these, which are used before that step alone.
+        given: the others, which are used from that step on.
+        renewed_at: the step before which layers are replaced by new ones of the same shapes, and
+            the model is wrapped in DDP again.
+        renewed: the parameters of these layers.
+    """
+
+    step: int
+    dropped: frozenset[int]
+    given: frozenset[int]
+    renewed_at: int
+    renewed: tuple[int, ...]
+
+    def unused(self, step: int) -> frozenset[int]:
+        """Return the parameters that no rank uses in a step, and no optimizer has."""
+        return self.given if step < self.step else self.dropped
+
+
+def swap_of(scenario: Scenario) -> Swap | None:
+    """Return the parameters that are swapped in a scenario, if any are."""
+    if scenario.variant != "swapped":
+        return None
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}")
+    every = range(len(scenario.params))
+    drawn = numbers.sample(every, 2 * numbers.randint(1, 3))
+    dropped = frozenset(drawn[::2])
+    step = numbers.randint(1, 3)
+    return Swap(
+        step=step,
+        dropped=dropped,
+        given=frozenset(drawn[1::2]),
+        renewed_at=numbers.randint(step + 1, len(scenario.steps) - 1),
+        # Hooks of a strategy on a parameter that stays would belong to both models.
+        renewed=tuple(every),
+    )
+
+
+def part_of(scenario: Scenario, index: int) -> int:
+    """Return the number of the optimizer that has a parameter, if two optimizers take turns."""
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/parts")
+    count = len(scenario.params)
+    return int(index in numbers.sample(range(count), numbers.randint(2, count - 2)))
+
+
+def turns(scenario: Scenario, step: int) -> tuple[int, ...]:
+    """Return the numbers of the optimizers that step in a step.
+
+    One of them begins alone, the other one steps alone next but one at the latest, and both step
+    together later. All further steps are drawn.
+    """
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/turns")
+    first = numbers.randrange(2)
+    kinds = [(first,), (1 - first,), (0, 1)]
+    more = [numbers.choice(kinds) for _ in range(len(scenario.steps) - len(kinds))]
+    begin = [kinds[0]] * numbers.randint(1, 2)
+    rest = [*kinds[2:], *more[len(begin) - 1 :]]
+    numbers.shuffle(rest)
+    return [*begin, kinds[1], *rest][step]
+
+
+def is_frozen(scenario: Scenario, step: int, batch: int, index: int) -> bool:
+    """Whether a micro-batch freezes a parameter.
+
+    One parameter of each step is never frozen, and one is frozen after the first micro-batch. The
+    micro-batches that freeze another one are drawn.
+    """
+    if scenario.variant != "freezing":
+        return False
+    count = len(scenario.params)
+    trained, first_alone = _generator(scenario, step).sample(range(count), 2)
+    if index in (trained, first_alone):
+        return index == first_alone and batch > 0
+    return _generator(scenario, step, batch, index).random() < 0.5
+
+
+def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:
+    """Whether the micro-batch of a rank uses a parameter.
+
+    Args:
+        size: the size of the group.
+        place: the rank's number within the group.
+        step: the step.
+        batch: the micro-batch of the step.
+        index: the parameter.
+    """
+    if scenario.params[index].frozen or is_empty(scenario, size, place, step, batch):
+        return False
+    if batch == fails_and_goes_on(scenario, step):
+        return False
+    last = batch == batches(scenario, step) - 1
+    match scenario.variant:
+        case "microbatches" | "claim":
+            by_parameter = (
+                True,
+                batch == 0,
+                last,
+                0 < batch < 3,
+                False,
+                batch in (0, 3),
+                batch == 1,
+                batch != 2,
+            )
+            return by_parameter[index]
+        case "ranks":
+            unused_by_all = len(scenario.params) - 1
+            return index not in (unused_by_all, (place + step) % unused_by_all)
+        case "added":
+            first_step, indices = added(scenario)
+            return step >= first_step or index not in indices
+        case "swapped":
+            swap = swap_of(scenario)
+            return swap is None or index not in swap.unused(step)
+        case "freezing":
+            return not is_frozen(scenario, step, batch, index)
+        case "turns":
+            return part_of(scenario, index) in turns(scenario, step)
+        case "combined" | "together":
+            # One rank uses the second parameter, and its neighbour the third one.
+            first = place == step % size
+            second = place == (step + 1) % size
+            by_parameter = (
+                True,
+                first and last,
+                second and not last,
+                False,
+                batch % 2 == place % 2,
+                place > 0,
+                last,
+                not last,
+            )
+            return by_parameter[index]
+    return True
