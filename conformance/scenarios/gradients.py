@@ -87,6 +87,7 @@ from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.model import DRAINING
+from conformance.scenarios.random_numbers import bell, integers, power_of_two, uniform
 from conformance.scenarios.resting_parameter import RESTING, rests
 from conformance.scenarios.specials import (
     SPECIAL_EVERY,
@@ -180,8 +181,6 @@ _SCALED = {
     "spike": ("drift", 2),
 }
 
-_MASK = (1 << 64) - 1
-
 
 def gradient(
     kind: str,
@@ -263,7 +262,7 @@ def at_scale(size: int) -> torch.Tensor:
     ``small`` is 2**-16 to 2**-15; each element has the same sign on all ranks.
     """
     random, large, small = (
-        _uniform(size * SCALE_NUMEL, (size, kind)).view(size, SCALE_NUMEL)
+        uniform(size * SCALE_NUMEL, (size, kind)).view(size, SCALE_NUMEL)
         for kind in range(len(SCALES))
     )
     sign = torch.ones(SCALE_NUMEL, dtype=torch.float64)
@@ -311,12 +310,12 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return _values(plain, numel, world, rank, step, param) * 2.0**exponent
     if kind == "level":
         level = -1.0 if rank % 2 else 2.0
-        return level * (1 + _bell(numel, (rank, step, param)) * 2.0**-6)
+        return level * (1 + bell(numel, (rank, step, param)) * 2.0**-6)
     if kind in _HEAVY:
         heavy_rank = {"heavy_first": 0, "heavy_last": world - 1}.get(kind, step % world)
         is_heavy = rank == heavy_rank
         level = 2.0 if is_heavy else 2.0**-4
-        return level * (1 + _bell(numel, (rank, 0, param)) * 2.0**-6)
+        return level * (1 + bell(numel, (rank, 0, param)) * 2.0**-6)
     if kind == "level_constant":
         return _values("level", numel, world, rank, 0, param)
     if kind == "constant" or growth_of(kind):
@@ -324,7 +323,7 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "flat":
         return torch.full((numel,), float(world * (rank + 1)), dtype=torch.float64)
     if kind == "drift":
-        return _constant(numel, rank, param) / 8 + _bell(numel, (rank, step, param))
+        return _constant(numel, rank, param) / 8 + bell(numel, (rank, step, param))
     if kind == "beside":
         return _beside(numel, world, rank, param).clone()
     if kind in ("same", "same_one"):
@@ -343,7 +342,7 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "minus_zero":
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":
-        return _bell(numel, (rank, step, param))
+        return bell(numel, (rank, step, param))
     if kind == "wide":
         return _wide(numel, rank, step, param)
     if kind.startswith(FEW):
@@ -364,10 +363,10 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return values * 2.0 ** _TINY_EXPONENT[kind]
     # The key has no rank: the exponent of an element is the same on all ranks, so that sums of
     # integers stay sums of integers.
-    values = values * _power_of_two(_integers(numel, 7, (step, param, 60)) - 3)
+    values = values * power_of_two(integers(numel, 7, (step, param, 60)) - 3)
     if kind in ("nan", "inf"):
         # The owner of an element is the same on all ranks.
-        owners = _integers(-(-numel // SPECIAL_EVERY), world, (step, param, 70))
+        owners = integers(-(-numel // SPECIAL_EVERY), world, (step, param, 70))
         spread(kind, values, owners, world, rank)
     return values
 
@@ -376,8 +375,8 @@ def _few(numel: int, at: Sequence[int], key: tuple[int, ...], rank: int) -> torc
     """Return zeros, but for some places; the norm is about the root of the number of elements."""
     values = torch.zeros(numel, dtype=torch.float64)
     if at:
-        sign = _integers(len(at), 2, (*key, 90)) * 2 - 1
-        size = 1 + _uniform(len(at), (rank, *key, 91)) / 2
+        sign = integers(len(at), 2, (*key, 90)) * 2 - 1
+        size = 1 + uniform(len(at), (rank, *key, 91)) / 2
         values[list(at)] = sign * size * 2.0 ** round(math.log2(numel / len(at)) / 2)
     return values
 
@@ -386,9 +385,9 @@ def _turn(kind: str, numel: int, rank: int, param: int) -> torch.Tensor:
     """Return values with some that are larger than all others."""
     at = list(large_elements(kind, numel, param) or ())
     first = at[0] if at else 0
-    values = _bell(numel, (rank, first, param)).clamp(-LARGEST_OTHER, LARGEST_OTHER)
-    sign = _integers(len(at), 2, (first, param, 95)) * 2 - 1
-    values[at] = sign * (LEAST + _uniform(len(at), (rank, first, param, 96)))
+    values = bell(numel, (rank, first, param)).clamp(-LARGEST_OTHER, LARGEST_OTHER)
+    sign = integers(len(at), 2, (first, param, 95)) * 2 - 1
+    values[at] = sign * (LEAST + uniform(len(at), (rank, first, param, 96)))
     return values
 
 
@@ -396,11 +395,11 @@ def _wide(numel: int, rank: int, step: int, param: int) -> torch.Tensor:
     """Return values with magnitudes from 1e-30 to 1e30."""
     # Ranks have similar magnitudes at one element: the large part of the exponent has no rank in
     # its key. If magnitudes were independent, the largest rank alone would decide every mean.
-    common = _integers(numel, 189, (step, param, 50)) - 94
-    own = _integers(numel, 7, (rank, step, param, 51)) - 3
-    sign = _integers(numel, 2, (rank, step, param, 52)) * 2 - 1
-    mantissa = 1 + _uniform(numel, (rank, step, param, 53))
-    return sign * mantissa * _power_of_two(common + own)
+    common = integers(numel, 189, (step, param, 50)) - 94
+    own = integers(numel, 7, (rank, step, param, 51)) - 3
+    sign = integers(numel, 2, (rank, step, param, 52)) * 2 - 1
+    mantissa = 1 + uniform(numel, (rank, step, param, 53))
+    return sign * mantissa * power_of_two(common + own)
 
 
 @lru_cache(maxsize=16)
@@ -409,10 +408,10 @@ def _beside(numel: int, world: int, rank: int, param: int) -> torch.Tensor:
     if numel < BESIDE_FROM:
         return _constant(numel, rank, param)
     # With the reciprocal of a uniform number, as many elements are above x as are below 1 / x.
-    sizes = 2.0**-15 / _uniform(numel, (param, 92)).clamp(min=2.0**-11)
+    sizes = 2.0**-15 / uniform(numel, (param, 92)).clamp(min=2.0**-11)
     sizes[:: numel // world][:world] = 1
-    sign = _integers(numel, 2, (param, 93)) * 2 - 1
-    return 4 * sign * sizes * (1 + _uniform(numel, (rank, param, 94)) / 4)
+    sign = integers(numel, 2, (param, 93)) * 2 - 1
+    return 4 * sign * sizes * (1 + uniform(numel, (rank, param, 94)) / 4)
 
 
 @lru_cache(maxsize=64)
@@ -424,8 +423,8 @@ def _constant(numel: int, rank: int, param: int) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _faint(numel: int, rank: int, param: int) -> torch.Tensor:
     """Return the values that ``faint`` feeds at every step; they are cached."""
-    sign = _integers(numel, 2, (rank, param, 70)) * 2 - 1
-    return sign * (1 + _uniform(numel, (rank, param, 71))) * 2.0**-20
+    sign = integers(numel, 2, (rank, param, 70)) * 2 - 1
+    return sign * (1 + uniform(numel, (rank, param, 71))) * 2.0**-20
 
 
 @lru_cache(maxsize=64)
@@ -441,19 +440,19 @@ def _training(numel: int, rank: int, step: int, param: int) -> torch.Tensor:
     if pattern == "heavy":
         return _heavy(numel, key)
     if pattern == "ties":
-        sign = _integers(numel, 2, (*key, 82)) * 2 - 1
+        sign = integers(numel, 2, (*key, 82)) * 2 - 1
         return sign.double()
-    values = _bell(numel, key)
+    values = bell(numel, key)
     if not numel or pattern == "normal":
         return values
     if pattern == "outlier":
-        at = int(_integers(1, numel, (*key, 84)))
-        values[at] = (8192 + int(_integers(1, 8192, (*key, 85)))) * (1 if values[at] > 0 else -1)
+        at = int(integers(1, numel, (*key, 84)))
+        values[at] = (8192 + int(integers(1, 8192, (*key, 85)))) * (1 if values[at] > 0 else -1)
         return values
     runs = -(-numel // RUN)
-    kept = _integers(runs, RUNS, (*key, 86)) == 0
+    kept = integers(runs, RUNS, (*key, 86)) == 0
     # At least one run is not zero.
-    kept[int(_integers(1, runs, (*key, 87)))] = True
+    kept[int(integers(1, runs, (*key, 87)))] = True
     return values * kept.repeat_interleave(RUN)[:numel]
 
 
@@ -461,7 +460,7 @@ def _heavy(numel: int, key: tuple[int, ...]) -> torch.Tensor:
     """Return draws of Student's t with 2 degrees of freedom."""
     # The product of two numbers of 25 bits is exact; the root and the quotient are rounded
     # correctly.
-    above = 2 * _integers(numel, 1 << 24, (*key, 81)).double() + 1
+    above = 2 * integers(numel, 1 << 24, (*key, 81)).double() + 1
     below = 2.0**25 - above
     return (above - below) / (2 * above * below).sqrt()
 
@@ -473,75 +472,8 @@ def _small_integers(numel: int, world: int, key: tuple[int, ...]) -> torch.Tenso
     bfloat16, which has 8 bits.
     """
     bound = max(1, min(7, 255 // world**2))
-    value = _integers(numel, 2 * bound, key) - bound
+    value = integers(numel, 2 * bound, key) - bound
     return torch.where(value >= 0, value + 1, value)
-
-
-def _uniform(numel: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Return uniform multiples of 2**-24 in [0, 1): exact in float64, as are sums of twelve."""
-    return _integers(numel, 1 << 24, key).double() * 2.0**-24
-
-
-def _bell(numel: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Return sums of twelve uniform draws, less 6: nearly normal, with mean 0 and variance 1."""
-    # All twelve draws at once are fastest as long as they fit into a cache.
-    together = 12 if numel <= 2048 else 1
-    total = torch.zeros(numel, dtype=torch.int64)
-    for first in range(0, 12, together):
-        drawn = _integers(numel, 1 << 24, *((*key, i) for i in range(first, first + together)))
-        total += drawn.sum(0) if together > 1 else drawn
-    return total.double() * 2.0**-24 - 6
-
-
-def _integers(numel: int, bound: int, *keys: tuple[int, ...]) -> torch.Tensor:
-    """Return integers in [0, bound): SplitMix64 of the key and the element's number.
-
-    There is a row for each key if there are several keys. SplitMix64 is by Steele et al., OOPSLA
-    2014.
-    """
-    seeds = [_signed(_seed(key)) for key in keys]
-    z = torch.arange(1, numel + 1, dtype=torch.int64).mul_(_signed(0x9E3779B97F4A7C15))
-    z = z.add_(seeds[0]) if len(seeds) == 1 else z + torch.tensor(seeds).unsqueeze(1)
-    # torch has no unsigned shift: the mask clears the copies of the sign bit.
-    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
-    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
-    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
-    # Scale the low 31 bits, as a fraction, to the bound. A remainder would take most of the time.
-    return z.bitwise_and_((1 << 31) - 1).mul_(bound).bitwise_right_shift_(31)
-
-
-def _seed(key: tuple[int, ...]) -> int:
-    """Return a hash of a key, as an unsigned integer of 64 bits."""
-    seed = 0
-    for part in key:
-        seed = _mix(seed * 31 + part + 0x9E3779B97F4A7C15)
-    return seed
-
-
-def _mix(z: int) -> int:
-    """Return the output of SplitMix64 for a state."""
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def _signed(value: int) -> int:
-    """Return the integer of 64 bits with a sign that has the same bits."""
-    value &= _MASK
-    if value >> 63:
-        return value - (1 << 64)
-    return value
-
-
-@lru_cache(maxsize=1)
-def _powers() -> torch.Tensor:
-    # A table of Python's powers is exact. torch.exp2 may be off by a unit in the last place.
-    return torch.tensor([2.0**e for e in range(-160, 161)], dtype=torch.float64)
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    return _powers()[exponent + 160]
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
