@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ class Pool:
         self._last_pong = 0
         # Held while the host is started, or its packets are read.
         self._lock = threading.RLock()
+        # Held while a run has a lane of this pool and one of the other pool.
+        self._uses_both = threading.Lock()
         self._closed = False
 
     def __enter__(self) -> "Pool":
@@ -186,8 +189,10 @@ class Pool:
             "subject": subject.to_json() if subject else None,
             "folder": str(folder),
         }
+        in_both = scenario.hash_seeds_differ and world > 1
+        request = self._request_of_both_pools if in_both else self._request
         try:
-            outcome = self._request(command, deadline, scenario.patience)
+            outcome = request(command, deadline, scenario.patience)
         except HostDied as error:
             outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
@@ -255,8 +260,34 @@ class Pool:
             HostDied: the lane, or the host above it, died or did not answer.
         """
         self.greeting()
+        return self._carry_out(self._free_lanes.get(), command, deadline, patience)
+
+    def _request_of_both_pools(
+        self, command: dict[str, Any], deadline: float, patience: float
+    ) -> dict[str, Any]:
+        """Let ranks with even numbers run here, and the others in processes with another hash seed.
+
+        The arguments and the exceptions are those of :meth:`_request`.
+        """
+        pools = self._start_other_hash_seed_pool(), self
+        for pool in pools:
+            pool.greeting()
+        # One run at a time: two would wait for each other if each had a lane of one pool.
+        with self._uses_both, ThreadPoolExecutor(len(pools)) as threads:
+            parts = [
+                threads.submit(pool._carry_out, lane, {**command, "ranks": ranks}, *limits)
+                for pool, lane, ranks, limits in [
+                    (pool, pool._free_lanes.get(), ranks, (deadline, patience))
+                    for pool, ranks in zip(pools, _odd_and_even(command["world"]), strict=True)
+                ]
+            ]
+        return _merged([part.result() for part in parts])
+
+    def _carry_out(
+        self, lane: _Lane, command: dict[str, Any], deadline: float, patience: float
+    ) -> dict[str, Any]:
+        """Send a command to a lane, return its answer, and put the lane back."""
         command = {**command, "cwd": os.getcwd(), "deadline": deadline}
-        lane = self._free_lanes.get()
         try:
             answer = lane.request(command, SLOWEST * deadline + patience + PATIENCE)
             if answer is None:
@@ -385,3 +416,21 @@ class Pool:
             self._kill_lane(number)
         self._host.kill()
         self._host.wait()
+
+
+def _odd_and_even(world: int) -> tuple[list[int], list[int]]:
+    return list(range(1, world, 2)), list(range(0, world, 2))
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the outcome of a run from those of its parts, which had different ranks."""
+    for part in parts:
+        if "kit_error" in part:
+            return part
+    ranks = sorted(itertools.chain(*(part["ranks"] for part in parts)), key=lambda r: r["rank"])
+    stopped = [part["stopped"] for part in parts if part["stopped"] != "ended"]
+    # A part does not know that a rank of another one has died.
+    if "hang" in stopped and any(rank["exit"] and not rank.get("killed") for rank in ranks):
+        stopped = ["peer"]
+    left = list(itertools.chain(*(part["left_processes"] for part in parts)))
+    return {"stopped": [*stopped, "ended"][0], "left_processes": left, "ranks": ranks}

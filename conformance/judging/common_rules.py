@@ -193,6 +193,43 @@ def right_beside_own_numbers(
     return enter(is_right)
 
 
+def right_however_strings_hash(number: str, judge: Rule, *, on: tuple[Scenario, ...]) -> Rule:
+    """Enter a rule in the book: a subject is right if ranks hash strings differently.
+
+    Args:
+        judge: the rule on such a run whose ranks hash strings alike.
+
+    Use it so::
+
+        hash_seeds = right_however_strings_hash("14.28", dtypes, on=(HASH_SEEDS,))
+    """
+
+    def is_right(records: Run | dict[str, Run], claims: Claims, found: Found) -> None:
+        """Results are right if every other rank is a process with another hash seed, as all ranks
+        of a cluster are.
+
+        The ranks of other runs are forked from one process, and iterate over a set in one order.
+        """
+        judge.check(records, claims, found)
+
+    enter = rule(
+        number,
+        "Ranks may hash strings differently",
+        on=on,
+        owns=on,
+        needs=(judge.number,),
+        may_refuse=judge.may_refuse,
+        baseline=judge.baseline,
+        reads_all_runs=judge.reads_all_runs,
+        since="1.6",
+        source="Python documentation, PYTHONHASHSEED: strings are hashed with a value that is "
+        "drawn anew for each process",
+        remedy="a loop over a set of names or dtypes, or another order that depends on hashes: "
+        "sorted() gives one that all ranks share; hash(), which differs between processes",
+    )
+    return enter(is_right)
+
+
 def keeps_no_more(
     number: str,
     *,

@@ -3,6 +3,7 @@
 import torch
 
 from conformance.judging.oracles import lossy
+from conformance.judging.oracles.impulses import require_answers
 from conformance.judging.oracles.lossy import likeness
 from conformance.judging.requirements import require_optimizer, require_steps, sees_collectives
 from conformance.judging.rule import WorldSizes, rule
@@ -23,6 +24,7 @@ from conformance.scenarios.hook import (
     UNUSED,
     VALUES,
 )
+from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.values import LAYERS
 from conformance.subjects.claims import (
     CONTRACTION,
@@ -373,3 +375,31 @@ def period(run: Run, claims: Claims, found: Found) -> None:
     """Under ``local(period=k)`` every parameter gets the mean over all ranks of its group in at
     least one of any k successive steps after the warm-up."""
     lossy.require_period(run, claims, found)
+
+
+@rule(
+    "13.17",
+    "Delivers a part of each gradient at once",
+    on=(IMPULSES,),
+    owns=(IMPULSES,),
+    claimed="holds_back",
+    needs=(*CONTRACT, "13.1"),
+    since="1.6",
+    source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, assumption A: what is "
+    "kept of a gradient and the residual is less than they are, in every step",
+    remedy="a queue of results that is read at its other end, a buffer that is filled after it is "
+    "read; a result that is extrapolated from the one before",
+)
+def at_once(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``compressed`` a part of each gradient is in the result of its own step, and no more
+    than the gradient comes out, but for what compression adds.
+
+    In the first step after the warm-up, and once faint gradients have been fed until the residual
+    is empty, all ranks feed the same gradients. Of their squares an eighth of ``delta`` has to come
+    out at least. Sums of results do not show a result that is a step late, since the gradient
+    comes out in the end: to the optimizer it is a gradient of other parameters.
+    """
+    if claims.lossy == DIFFERENCE:
+        found.does_not_apply("results are estimates: each is judged by its distance from the mean")
+        return
+    require_answers(run, claims, found)

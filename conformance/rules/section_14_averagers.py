@@ -2,7 +2,11 @@
 
 import torch
 
-from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
+from conformance.judging.common_rules import (
+    leaves_no_trace,
+    refuses_fewer_ranks,
+    right_however_strings_hash,
+)
 from conformance.judging.oracles.averager import (
     SHIFTED,
     changed,
@@ -39,6 +43,7 @@ from conformance.scenarios.averager import (
     UNUSED,
 )
 from conformance.scenarios.averager_training import EMPTY
+from conformance.scenarios.hash_seeds import AVERAGER as HASH_SEEDS
 from conformance.subjects.claims import Claims
 
 # Both the order of values in memory and the memory itself are lost by the same assignment.
@@ -387,3 +392,6 @@ def _require_same_schedule(run: Run, reference: Run, found: Found) -> None:
 
 def _names(indices: list[int | str]) -> str:
     return ", ".join(f"p{index}" for index in indices)
+
+
+hash_seeds = right_however_strings_hash("14.28", dtypes, on=(HASH_SEEDS,))

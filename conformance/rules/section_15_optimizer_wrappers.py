@@ -2,7 +2,11 @@
 
 import torch
 
-from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
+from conformance.judging.common_rules import (
+    leaves_no_trace,
+    refuses_fewer_ranks,
+    right_however_strings_hash,
+)
 from conformance.judging.oracles.optimizer import (
     construction,
     is_due,
@@ -20,6 +24,7 @@ from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.closure_losses import is_same_loss, loss_of
+from conformance.scenarios.hash_seeds import OPTIMIZER as HASH_SEEDS
 from conformance.scenarios.optimizer import (
     ADAM,
     AFTER_LOAD,
@@ -459,3 +464,6 @@ fewer = refuses_fewer_ranks(
     remedy="check the group's size when the optimizer is made, or in its first step, and raise on "
     "every rank",
 )
+
+
+hash_seeds = right_however_strings_hash("15.42", local_steps, on=(HASH_SEEDS,))

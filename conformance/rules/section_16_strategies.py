@@ -2,7 +2,11 @@
 
 import torch
 
-from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
+from conformance.judging.common_rules import (
+    leaves_no_trace,
+    refuses_fewer_ranks,
+    right_however_strings_hash,
+)
 from conformance.judging.oracles.strategy import (
     is_missing_gradient,
     record,
@@ -16,6 +20,7 @@ from conformance.judging.requirements import require_same_gaps
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.hash_seeds import STRATEGY as HASH_SEEDS
 from conformance.scenarios.strategy import (
     ACCUMULATED,
     COMBINED,
@@ -467,3 +472,6 @@ def communication(run: Run, claims: Claims, found: Found) -> None:
 
 
 no_trace = leaves_no_trace("16.19", on=(PLAIN,))
+
+
+hash_seeds = right_however_strings_hash("16.38", forms, on=(HASH_SEEDS,))

@@ -53,14 +53,14 @@ FEWER = replace(
 )
 
 # The hash seed decides the order in which a set of strings is iterated. Ranks on different hosts
-# have different hash seeds, so a result that depends on the seed would differ between ranks.
+# have different hash seeds: if they sent elements in that order, each would get another one's sum.
 VALUES_AGAIN = replace(
     VALUES,
     name="values_again",
-    summary="the scenario `values` once more, with another hash seed",
+    summary="the scenario `values` once more; every other rank has another hash seed",
     repeat=1,
     world_sizes=(2,),
-    other_hash_seed=True,
+    hash_seeds_differ=True,
 )
 
 # DDP checks a hook's parameter names and annotations. An observer around the hook would hide them.

@@ -260,6 +260,7 @@ class Scenario:
             within steps (``instruments/clocks.py``).
         world_only: the subject claims to use WORLD, whatever group its model has.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
+        hash_seeds_differ: ranks with odd numbers have another PYTHONHASHSEED than the others.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.
         kind: the kind of subject (``subjects/kinds``); it decides how ``steps`` are read and which
             driver runs.
@@ -325,6 +326,7 @@ class Scenario:
     clocks_jump: bool = False
     world_only: bool = False
     other_hash_seed: bool = False
+    hash_seeds_differ: bool = False
     deadline: float = 0.0
     kind: str = "hook"
     variant: str = ""

@@ -31,6 +31,7 @@ from conformance.scenarios.hook import (
     VALUES_AGAIN,
     VIEWS,
 )
+from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import lengthened
 from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
@@ -241,6 +242,11 @@ ADAPTATIONS = (
         lambda scenario, claims: changes.is_long(scenario, claims) and claims.lossy == FEEDBACK,
         changes.drain_residuals,
         "held-back values come out while faint gradients are fed",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == IMPULSES.name and claims.lossy == FEEDBACK,
+        changes.feed_impulse_after_drain,
+        "an impulse shows alone if nothing else is held back",
     ),
     Adaptation(
         lambda scenario, claims: changes.is_long(scenario, claims) and claims.lossy == DIFFERENCE,

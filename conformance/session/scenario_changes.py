@@ -242,6 +242,12 @@ def drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + ("faint",) * _draining_steps(scenario, claims))
 
 
+def feed_impulse_after_drain(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add steps in which held-back values come out, and the first step once more."""
+    drain = ("faint",) * _steps_until_drained(claims.delta, LEFT_IN_REPEATED)
+    return replace(scenario, steps=(*scenario.steps, *drain, *scenario.steps))
+
+
 def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
     """Add steps of the same gradients."""
     kind = "training_constant" if scenario.name == LAYERS.name else "settling"

@@ -16,6 +16,7 @@ from tests.mutants._helpers import (
     average_of,
     call_number,
     completed,
+    finish,
     gather,
     group_of,
     is_dense,
@@ -178,15 +179,20 @@ def _all_of(averaged: list[Result], buffer: torch.Tensor) -> Result:
 
 
 def in_order_of_names(model: torch.nn.Module) -> tuple[None, Any]:
-    """Average a bucket's parameters one by one in the order of a set of names."""
+    """Average all buckets of a step, once it has the last one, in the order of a set of names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    waiting: dict[str, tuple[torch.Tensor, Result]] = {}
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        if not is_dense(bucket):
-            return average(bucket, group)
-        buffer = bucket.buffer()
-        pieces = dict(zip((names[p] for p in bucket.parameters()), pieces_of(bucket), strict=True))
-        return _all_of([average_of(pieces[name], group) for name in set(pieces)], buffer)
+        future: Result = torch.futures.Future()
+        waiting[names[bucket.parameters()[0]]] = bucket.buffer(), future
+        if bucket.is_last():
+            for name in set(waiting):
+                buffer, result = waiting.pop(name)
+                buffer.div_(group_of(group).size())
+                work = dist.all_reduce(buffer, group=group_of(group), async_op=True)
+                work.get_future().then(lambda done, result=result: finish(result, done))
+        return future
 
     group = getattr(model, "process_group", None)
     return None, hook

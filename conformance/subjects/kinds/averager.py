@@ -25,6 +25,7 @@ from conformance.scenarios.averager_training import ALL as TRAINING
 from conformance.scenarios.averaging_schedule import too_long
 from conformance.scenarios.conditions_together import AVERAGER as TOGETHER
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
+from conformance.scenarios.hash_seeds import AVERAGER as HASH_SEEDS
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import AVERAGER as PROBE
@@ -182,6 +183,7 @@ AVERAGER = Kind(
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
+        HASH_SEEDS,
         *TOGETHER,
         PROBE,
     ),

@@ -25,6 +25,7 @@ from conformance.scenarios import (
 )
 from conformance.scenarios.clusters import CLUSTERS
 from conformance.scenarios.hook import ALL
+from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import ENDURANCE
 from conformance.scenarios.probes import OF_HOOKS, PROBE
 from conformance.scenarios.values import VALUES_IN_TRAINING
@@ -454,6 +455,7 @@ HOOK = Kind(
         *later_failures.SCENARIOS,
         *failing_models.SCENARIOS,
         *VALUES_IN_TRAINING,
+        IMPULSES,
         *surroundings.ALL,
         *reused_states.ALL,
         *process.ALL,

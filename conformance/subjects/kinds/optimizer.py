@@ -25,6 +25,7 @@ from conformance.scenarios.conditions_together import OPTIMIZER as TOGETHER
 from conformance.scenarios.conditions_together import is_long
 from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
 from conformance.scenarios.failing_collectives import OPTIMIZER_WITH_CLOSURES
+from conformance.scenarios.hash_seeds import OPTIMIZER as HASH_SEEDS
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
 from conformance.scenarios.model import Param, Scenario
@@ -134,6 +135,7 @@ OPTIMIZER = Kind(
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
+        HASH_SEEDS,
         *OPTIMIZER_WITH_CLOSURES,
         *TOGETHER,
         PROBE,

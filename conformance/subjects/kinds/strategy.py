@@ -19,6 +19,7 @@ from typing import Any
 from conformance.scenarios.averager_training import many_params, two_large
 from conformance.scenarios.conditions_together import STRATEGY as TOGETHER
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
+from conformance.scenarios.hash_seeds import STRATEGY as HASH_SEEDS
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.model import Param, Scenario
@@ -144,6 +145,7 @@ STRATEGY = Kind(
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
+        HASH_SEEDS,
         *TOGETHER,
         PROBE,
     ),
