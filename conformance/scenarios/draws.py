@@ -30,6 +30,7 @@ from conformance.scenarios import (
     training_sizes,
     wrapper_training,
 )
+from conformance.scenarios.dust import OF_DUST, draw_dust
 from conformance.scenarios.long_runs import ENDURANCE, draw_endurance
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
@@ -63,6 +64,7 @@ DRAWS: Mapping[str, Draw] = {
     **training_sizes.DRAWS,
     **wrapper_training.DRAWS,
     ENDURANCE.name: draw_endurance,
+    OF_DUST.name: draw_dust,
     LAYERS.name: draw_layers,
     MIDDLE_SIZES.name: draw_middle_sizes,
     RANGES.name: draw_ranges,

@@ -83,6 +83,7 @@ from functools import lru_cache
 
 import torch
 
+from conformance.scenarios.dust import DUST, dust
 from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
@@ -345,6 +346,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return bell(numel, (rank, step, param))
     if kind == "wide":
         return _wide(numel, rank, step, param)
+    if kind.startswith(DUST):
+        return dust(kind, numel, rank, param)
     if kind.startswith(FEW):
         return _few(numel, places(kind, numel, param), (step, param), rank)
     if kind.startswith(TURN):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from conformance.scenarios.dust import DUST
 from conformance.scenarios.few_elements import FEW
 from conformance.scenarios.growth import GROWN
 from conformance.scenarios.resting_parameter import RESTING
@@ -47,7 +48,7 @@ def base_kind(kind: str) -> str:
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
     base, *words = kind.split("/")
-    if not words or base in (FEW, TURN, GROWN, RESTING):
+    if not words or base in (DUST, FEW, TURN, GROWN, RESTING):
         return None
     place = Place(*(int(word) for word in words if word != _ALL))
     return replace(place, every=1) if words[-1] == _ALL else place

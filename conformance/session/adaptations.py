@@ -12,6 +12,7 @@ from conformance.judging.oracles.lossy import (
 )
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.draws import drawn
+from conformance.scenarios.dust import DUST
 from conformance.scenarios.evidence import (
     FEEDBACK_RESCALED,
     FEEDBACK_RESTING,
@@ -233,7 +234,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
             and claims.lossy == UNBIASED
-            and not {"inf", "alike"} & set(map(base_kind, scenario.steps))
+            and not {"inf", "alike", DUST} & set(map(base_kind, scenario.steps))
         ),
         changes.repeat_for_expectation,
         "an expectation shows over many draws for the same gradients",

@@ -24,6 +24,7 @@ from conformance.scenarios import (
     training_sizes,
 )
 from conformance.scenarios.clusters import CLUSTERS
+from conformance.scenarios.dust import OF_DUST
 from conformance.scenarios.hook import ALL
 from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import ENDURANCE
@@ -456,6 +457,7 @@ HOOK = Kind(
         *failing_models.SCENARIOS,
         *VALUES_IN_TRAINING,
         IMPULSES,
+        OF_DUST,
         *surroundings.ALL,
         *reused_states.ALL,
         *process.ALL,

@@ -16,6 +16,7 @@ from conformance.judging.oracles.lossy.common import (
     likely_cause,
     unit_roundoff,
 )
+from conformance.scenarios.dust import is_dust
 from conformance.scenarios.gradients import BESIDE_FROM
 
 SIGMAS = 6.0
@@ -172,27 +173,71 @@ def _require_small_ones(
     """Require the small elements beside large ones to be right on average (see "Beside large
     ones").
     """
-    draws = len(errors)
     largest = float(right.abs().max())
-    slack = ROUNDINGS * unit_roundoff(judged.run, index) * largest
+    rounding = ROUNDINGS * unit_roundoff(judged.run, index) * largest
     for low, high, members in _octaves(right.abs() / largest):
-        along = errors[:, members] @ right[members].sign()
-        total = abs(float(along.sum()))
-        spread = math.sqrt(float(along.square().sum()))
-        numel = int(members.sum())
-        bound = SIGMAS * spread + PEAKS * float(along.abs().max()) + draws * slack * numel
-        share = 1 + float(along.sum()) / draws / float(right[members].abs().sum())
-        holds = judged.found.require(
-            total <= bound,
-            f"elements of {low:.3g} to {high:.3g} of the largest that are right on average: errors "
-            f"of {draws} draws that sum to at most {bound:.3g}",
-            f"{place}: {total:.3g}; on average {share:.3g} of these {numel} elements comes out",
-            "too few random bits, or a threshold" if total > bound else "",
-        )
-        if not holds:
+        named = f"elements of {low:.3g} to {high:.3g} of the largest"
+        slack = rounding * int(members.sum())
+        if not _require_right_on_average(judged, errors, right, members, place, named, slack):
             return False
-        judged.found.checked(draws, total / bound if bound else None)
     return True
+
+
+def require_dust(judged: JudgedRun, steps: range) -> None:
+    """Require elements that are thousands of times smaller than others to be right on average."""
+    drawn = list(steps)
+    for rank in range(judged.run.world):
+        got = judged.results(rank, 0, drawn)
+        if got is None:
+            return
+        right = judged.mean(rank, drawn[0], 0)
+        members = is_dust(right.numel())
+        place = f"rank {rank}, parameter {judged.run.parameter_name(0)}"
+        named = f"elements of {float(right[members].abs().mean()):.3g} beside larger ones"
+        # What is rounded in units of the largest element is rounded up as often as down.
+        rounding = ROUNDINGS * unit_roundoff(judged.run, 0) * float(right.abs().max())
+        slack = rounding * math.sqrt(int(members.sum()))
+        errors = got - right
+        if not _require_right_on_average(judged, errors, right, members, place, named, slack):
+            return
+
+
+def _require_right_on_average(
+    judged: JudgedRun,
+    errors: torch.Tensor,
+    right: torch.Tensor,
+    members: torch.Tensor,
+    place: str,
+    named: str,
+    slack: float,
+) -> bool:
+    """Require some elements of a parameter to be right on average.
+
+    Args:
+        errors: results minus means, ``[draws, numel]``.
+        right: the means.
+        members: the mask of the elements.
+        place: the rank and the parameter, in words.
+        named: the elements, in words.
+        slack: the roundings of a draw.
+    """
+    draws = len(errors)
+    along = errors[:, members] @ right[members].sign()
+    total = abs(float(along.sum()))
+    spread = math.sqrt(float(along.square().sum()))
+    numel = int(members.sum())
+    bound = SIGMAS * spread + PEAKS * float(along.abs().max()) + draws * slack
+    share = 1 + float(along.sum()) / draws / float(right[members].abs().sum())
+    holds = judged.found.require(
+        total <= bound,
+        f"{named} that are right on average: errors of {draws} draws that sum to at most "
+        f"{bound:.3g}",
+        f"{place}: {total:.3g}; on average {share:.3g} of these {numel} elements comes out",
+        "too few random bits, or a threshold",
+    )
+    if holds:
+        judged.found.checked(draws, total / bound if bound else None)
+    return holds
 
 
 def _octaves(sizes: torch.Tensor) -> Iterator[tuple[float, float, torch.Tensor]]:

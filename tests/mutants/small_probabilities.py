@@ -1,0 +1,52 @@
+"""Mutants of 13.18: elements are selected with probabilities that are wrong if they are small."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, seeded, step_number
+from tests.mutants.quantized import send_mean, widened
+
+
+def _selected(
+    state: Any, bucket: Bucket, factor: Callable[[torch.Tensor], torch.Tensor], share: float = 0.25
+) -> Result:
+    """Send a quarter of the elements, or what ``share`` says, the larger ones more often.
+
+    Args:
+        factor: of an element that is sent, by the probability with which it is.
+    """
+    if not is_dense(bucket) or not bucket.buffer().numel():
+        return average(bucket, state)
+    wide = widened(bucket)
+    sizes = wide.abs().double()
+    mean = sizes.mean()
+    chance = (share * sizes / torch.where(mean == 0, 1, mean)).clamp(max=1)
+    numbers = seeded(step_number(bucket), group_of(state).rank(), bucket.index(), 9)
+    drawn = torch.rand(wide.shape, generator=numbers, dtype=torch.float64)
+    sent = torch.where(drawn < chance, wide.double() * factor(chance), 0)
+    # An infinity has the probability NaN.
+    return send_mean(bucket, torch.where(chance.isnan(), wide.double(), sent).to(wide.dtype), state)
+
+
+def divides_by_a_hundredth(state: Any, bucket: Bucket) -> Result:
+    """Divide by the probability, or by a hundredth if that is more."""
+    return _selected(state, bucket, lambda chance: 1 / chance.clamp(min=0.01))
+
+
+def adds_an_epsilon(state: Any, bucket: Bucket) -> Result:
+    """Divide by the probability and an epsilon."""
+    return _selected(state, bucket, lambda chance: 1 / (chance + 0.002))
+
+
+def gives_up_small_ones(state: Any, bucket: Bucket) -> Result:
+    """Send nothing that has a smaller probability than 1/128."""
+    return _selected(state, bucket, lambda chance: (chance >= 1 / 128) / chance)
+
+
+MUTANTS = [
+    Mutant(name, ("13.18",), "unbiased")
+    for name in ("divides_by_a_hundredth", "adds_an_epsilon", "gives_up_small_ones")
+]
