@@ -221,7 +221,7 @@ def right_however_strings_hash(number: str, judge: Rule, *, on: tuple[Scenario, 
         may_refuse=judge.may_refuse,
         baseline=judge.baseline,
         reads_all_runs=judge.reads_all_runs,
-        since="1.6",
+        since="2.0",
         source="Python documentation, PYTHONHASHSEED: strings are hashed with a value that is "
         "drawn anew for each process",
         remedy="a loop over a set of names or dtypes, or another order that depends on hashes: "

@@ -384,7 +384,7 @@ def period(run: Run, claims: Claims, found: Found) -> None:
     owns=(IMPULSES,),
     claimed="holds_back",
     needs=(*CONTRACT, "13.1"),
-    since="1.6",
+    since="2.0",
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, assumption A: what is "
     "kept of a gradient and the residual is less than they are, in every step",
     remedy="a queue of results that is read at its other end, a buffer that is filled after it is "

@@ -132,7 +132,7 @@ def any_size(run: Run, claims: Claims, found: Found) -> None:
     owns=(OF_DUST,),
     claimed="unbiased",
     needs=("1.8", "13.3"),
-    since="1.6",
+    since="2.0",
     source="Wangni et al., Gradient Sparsification for Communication-Efficient Distributed "
     "Optimization, NeurIPS 2018: an element that is sent with probability p is divided by p",
     remedy="a probability that is drawn with, and clamped or rounded where it divides; an epsilon "

@@ -11,6 +11,7 @@ from conformance.judging.common_rules import (
 )
 from conformance.judging.oracles.wrapper import (
     require_same_modes,
+    require_same_unless_reentrant,
 )
 from conformance.judging.oracles.wrapper_training import (
     require_all_batches,
@@ -26,6 +27,7 @@ from conformance.records.run import Run
 from conformance.scenarios.conditions_together import WRAPPER as CONDITIONS
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
+from conformance.scenarios.wrapper import ATTRIBUTES
 from conformance.scenarios.wrapper_training import (
     FROZEN,
     GRAPHS,
@@ -367,3 +369,21 @@ def written_modules(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 
 own_numbers = right_beside_own_numbers("19.38", (large, long_run), on=(PROBE,))
+
+
+@parity_rule(
+    "19.39",
+    "Tensors in attributes have gradients",
+    on=(ATTRIBUTES,),
+    owns=(ATTRIBUTES,),
+    needs=("19.1",),
+    since="2.0",
+    source="a mixture of experts leaves the loss of its router in an attribute (Fedus et al., "
+    "Switch Transformers, JMLR 2022); embeddings of a condition are set before the forward",
+    remedy="a custom Function has gradients for its arguments and results alone; claim reentrant "
+    "if that is meant",
+)
+def attributes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """A tensor that a block reads from an attribute has its gradient, and so has one that it leaves
+    in an attribute, as a part of the loss; with the claim reentrant this does not apply."""
+    require_same_unless_reentrant(runs, claims, found)

@@ -45,6 +45,14 @@ CONTAINERS = replace(
     variant="containers",
 )
 
+ATTRIBUTES = replace(
+    PLAIN,
+    name="wrapper_attributes",
+    summary="a block reads a tensor from an attribute, and leaves one in another",
+    world_sizes=(2,),
+    variant="attributes",
+)
+
 FIRST = replace(
     PLAIN,
     name="wrapper_first",
@@ -142,4 +150,4 @@ MODULE = replace(
 
 # A reentrant checkpoint may raise an error in these scenarios, since torch documents that it cannot
 # run them. The error is an answer, and ends the run's steps.
-LIMITED = (CONTAINERS, FIRST, TWICE, UNUSED)
+LIMITED = (CONTAINERS, ATTRIBUTES, FIRST, TWICE, UNUSED)

@@ -188,6 +188,39 @@ def detaches_in_containers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _detach_attributes(forward: Forward) -> None:
+    module = forward.args[0]  # type: ignore[attr-defined]
+    for name, value in list(vars(module).items()):
+        if isinstance(value, torch.Tensor):
+            setattr(module, name, value.detach())
+
+
+@calls
+def reads_detached_attributes(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Detach the tensors that a block finds in its attributes."""
+    _detach_attributes(forward)
+    return again(forward, *args, **kwargs)
+
+
+@calls
+def leaves_detached_attributes(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Detach the tensors that a block leaves in its attributes."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    found = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
+    made = again(forward, *args, **kwargs)
+    _detach_attributes(forward)
+    for name, value in found.items():
+        setattr(module, name, value)
+    return made
+
+
+@calls
+def runs_a_copy(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run a copy of the block with the same parameters, whose attributes the trainer never sees."""
+    function, module = forward.func, copy.copy(forward.args[0])  # type: ignore[attr-defined]
+    return again(partial(function, module), *args, **kwargs)
+
+
 @calls
 def needs_an_input_with_gradient(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Build no graph if no input requires a gradient."""
@@ -414,7 +447,7 @@ def copies(module: torch.nn.Module) -> torch.nn.Module:
 
 
 _LIMITS = dict.fromkeys(
-    ("19.5", "19.6"), "the graph ends there too, another limit of reentrant checkpoints"
+    ("19.5", "19.6", "19.39"), "the graph ends there too, another limit of reentrant checkpoints"
 )
 _NO_GRADIENT = {"19.28": "blocks behind a frozen one have no input that requires a gradient"}
 MUTANTS = [
@@ -429,6 +462,9 @@ MUTANTS = [
     Mutant("detaches_keywords", ("19.4",), kind="wrapper"),
     Mutant("returns_the_first", ("19.4",), kind="wrapper"),
     Mutant("detaches_in_containers", ("19.5",), kind="wrapper"),
+    Mutant("reads_detached_attributes", ("19.39",), kind="wrapper"),
+    Mutant("leaves_detached_attributes", ("19.39",), kind="wrapper"),
+    Mutant("runs_a_copy", ("19.39",), kind="wrapper"),
     Mutant("needs_an_input_with_gradient", ("19.6",), because=_NO_GRADIENT, kind="wrapper"),
     Mutant(
         "remembers_one_call",

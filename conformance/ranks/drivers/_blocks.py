@@ -179,6 +179,27 @@ class Takes(nn.Module):
         return {"left": nn.functional.gelu(self.left(left)), "rest": [self.right(right).tanh()]}
 
 
+class Passes(nn.Module):
+    """A block that reads a tensor from an attribute, and leaves one in another.
+
+    Attributes:
+        condition: what another layer has computed, such as the embedding of a class.
+        balance: a part of the loss, as a mixture of experts has it for its router.
+    """
+
+    condition: torch.Tensor
+    balance: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.balance = self.router(x).tanh()
+        return nn.functional.gelu(self.left(x) * self.condition)
+
+
 class Nest(nn.Module):
     """A block that holds another block, which is wrapped too."""
 
@@ -265,6 +286,22 @@ class Containers(Stack):
         return self.head(made["left"] + made["rest"][0])
 
 
+class Attributes(Stack):
+    """A block whose tensors come and go in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__([Passes()])
+        self.other = nn.Linear(WIDTH, WIDTH)
+        # In a list, so that the block is not a module of the network twice.
+        self.bare = [self.blocks[0]]
+
+    def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
+        (bare,) = self.bare
+        bare.condition = self.other(x).tanh()
+        made = self.head(self.blocks[0](self.stem(x)))
+        return made + bare.balance
+
+
 def network(scenario: Scenario) -> Any:
     """Return the network of a scenario, its weights fixed without any random state."""
     made = _layers(scenario.variant, generator(scenario, "blocks"))
@@ -295,6 +332,8 @@ def _layers(variant: str, numbers: random.Random) -> Stack:
         return Calls()
     if variant == "containers":
         return Containers()
+    if variant == "attributes":
+        return Attributes()
     return Stack([Block(f"block {index}") for index in range(3)])
 
 

@@ -334,14 +334,12 @@ def _code_of(function: Any) -> CodeType | None:
         function = function.func
     if inspect.ismethod(function):
         function = function.__func__
-    if callable(function):
-        with contextlib.suppress(ValueError):
-            function = inspect.unwrap(function)
+    function = _unwrapped(function)
     if inspect.isclass(function):
         return code_of_class(function)
     code = getattr(function, "__code__", None)
     if code is None and callable(function):
-        code = getattr(type(function).__call__, "__code__", None)
+        code = getattr(_unwrapped(type(function).__call__), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
@@ -352,10 +350,15 @@ def code_of_class(found: type) -> CodeType | None:
     """
     for value in vars(found).values():
         method = getattr(value, "__func__", value)
-        if callable(method):
-            with contextlib.suppress(ValueError):
-                method = inspect.unwrap(method)
-        code = getattr(method, "__code__", None)
+        code = getattr(_unwrapped(method), "__code__", None)
         if isinstance(code, CodeType):
             return code
     return None
+
+
+def _unwrapped(function: Any) -> Any:
+    """Return the function behind decorators such as contextlib.contextmanager."""
+    if callable(function):
+        with contextlib.suppress(ValueError):
+            return inspect.unwrap(function)
+    return function

@@ -15,6 +15,7 @@ from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
 from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.scenarios.wrapper import (
     ACCUMULATED,
+    ATTRIBUTES,
     AUTOCAST,
     CALLS,
     CONTAINERS,
@@ -55,7 +56,19 @@ WRAPPER = Kind(
     ("19",),
     reference="hooks_ref:checkpoint_wrapper,checkpoint_impl=NO_REENTRANT",
     scenarios=(
-        *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED),
+        *(
+            PLAIN,
+            RANDOM,
+            CALLS,
+            CONTAINERS,
+            ATTRIBUTES,
+            FIRST,
+            STATIC,
+            ACCUMULATED,
+            SUBGROUPS,
+            TWICE,
+            UNUSED,
+        ),
         *(MODES, AUTOCAST, RAISES, HOOKED, MODULE),
         *IN_TRAINING,
         DEFAULT_DTYPES,
@@ -75,7 +88,7 @@ WRAPPER = Kind(
             "gradients for tensors in containers, nor for parameters of a block if none of its "
             "inputs requires a gradient; under DDP, blocks that are used twice and parameters "
             "that are not used need static_graph=True.",
-            "19.18 in place of 19.5, 19.6, 19.8",
+            "19.18 in place of 19.5, 19.6, 19.8, 19.39",
         ),
         option_flag(
             "draws_anew",
