@@ -46,6 +46,8 @@ CLAIMED_RULES = {
     "13.12": "period",
     "13.13": "unbiased",
     "13.16": "unbiased",
+    "13.17": "holds_back",
+    "13.18": "unbiased",
     "13.14": "unbiased",
     "13.15": "unbiased",
     "14.12": "like",

@@ -193,7 +193,13 @@ def right_beside_own_numbers(
     return enter(is_right)
 
 
-def right_however_strings_hash(number: str, judge: Rule, *, on: tuple[Scenario, ...]) -> Rule:
+def right_however_strings_hash(
+    number: str,
+    judge: Rule,
+    *,
+    on: tuple[Scenario, ...],
+    title: str = "Ranks may hash strings differently",
+) -> Rule:
     """Enter a rule in the book: a subject is right if ranks hash strings differently.
 
     Args:
@@ -214,7 +220,7 @@ def right_however_strings_hash(number: str, judge: Rule, *, on: tuple[Scenario, 
 
     enter = rule(
         number,
-        "Ranks may hash strings differently",
+        title,
         on=on,
         owns=on,
         needs=(judge.number,),

@@ -66,10 +66,14 @@ def identical_models(run: Run, claims: Claims, found: Found) -> None:
     worlds=WorldSizes.PRIMARY,
     source="torch documentation, Reproducibility",
     remedy="time, process ids, addresses, unseeded generators, the order in which messages happen "
-    "to arrive",
+    "to arrive; the order of a set of names, in which gradients are packed, and hash()",
 )
 def reproducible(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """A second run on the same inputs gives the same bits."""
+    """A second run on the same inputs gives the same bits.
+
+    In it every other rank is a process with another hash seed, as all ranks of a cluster are. The
+    ranks of other runs are forked from one process, and iterate over a set of names in one order.
+    """
     first, second = runs.values()
     for one, other in zip(first.ranks, second.ranks, strict=True):
         names = set(one.tensors)

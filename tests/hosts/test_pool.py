@@ -13,7 +13,8 @@ import pytest
 from conformance.errors import KitError
 from conformance.hosts.pool import Pool
 from conformance.judging.run_failures import FailedRun, failed_run
-from conformance.scenarios.hook import ALL, VALUES, VALUES_AGAIN
+from conformance.scenarios.hook import ALL, SCHEDULES, VALUES, VALUES_AGAIN
+from conformance.scenarios.model import Scenario
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
 from tests.cases import PATIENT
@@ -93,23 +94,41 @@ def hook(state, bucket):
 """
 
 
-def test_ranks_have_the_callers_folder_and_the_other_pool_another_hash_seed(
+def test_ranks_have_the_callers_folder_and_hash_seeds_of_their_own(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current folder is the caller's, not the one in which the pool was made."""
     (tmp_path / "placed.py").write_text(PLACED)
     monkeypatch.chdir(tmp_path)
     source = LocalSource(pool)
-    hashes = []
-    for scenario in (VALUES, VALUES_AGAIN):
+
+    def hashes(scenario: Scenario) -> list[str]:
         run = source.run(scenario, 2, SubjectSpec(hook="placed:hook"), scenario.name)
-        lines = {line for rank in run.ranks for line in str(rank.evidence["output"]).splitlines()}
-        # Gloo of some versions of torch prints lines too.
-        (line,) = {line for line in lines if line.startswith("placed ")}
-        folder, _, hash_of_string = line.removeprefix("placed ").rpartition(" ")
-        assert folder == str(tmp_path)
-        hashes.append(hash_of_string)
-    assert hashes[0] != hashes[1]
+        assert run.finished
+        found = []
+        for rank in run.ranks:
+            # Gloo of some versions of torch prints lines too.
+            lines = set(str(rank.evidence["output"]).splitlines())
+            (line,) = {line for line in lines if line.startswith("placed ")}
+            folder, _, hash_of_string = line.removeprefix("placed ").rpartition(" ")
+            assert folder == str(tmp_path)
+            found.append(hash_of_string)
+        return found
+
+    one, same = hashes(VALUES)
+    assert one == same
+    other, same = hashes(SCHEDULES[1])
+    assert other == same != one
+    assert hashes(VALUES_AGAIN) == [one, other]
+
+
+def test_a_rank_that_dies_ends_the_run_of_both_pools(pool: Pool) -> None:
+    """The part of the run that waits does not know that a rank of the other one has died."""
+    spec = SubjectSpec(hook="tests.mutants.process:raises_on_rank_1")
+    run = LocalSource(pool).run(VALUES_AGAIN, 2, spec, "dies")
+    assert [rank.rank for rank in run.ranks] == [0, 1]
+    assert run.ranks[1].exit not in (0, None)
+    assert not run.finished
 
 
 KILLED_IDLE = """

@@ -221,6 +221,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "no hook has read the modes",
         ),
         (
+            "13.17",
+            made_run,
+            "compressed(feedback=ef21)",
+            "results are estimates: each is judged by its distance from the mean",
+        ),
+        (
             "17.18",
             neither_means_nor_sums,
             "",

@@ -40,7 +40,7 @@ def require_answers(run: Run, claims: Claims, found: Found) -> None:
             if run.scenario.steps[step] != IMPULSE:
                 continue
             share = 1 - float(held.square().sum() / whole.square().sum())
-            actual = f"{place}: {share:.3g} of them"
+            actual = f"{place}: {max(share, 0.0):.3g} of them"
             cause = "the result belongs to other steps: one is missing that holds this gradient"
             if share < -least:
                 actual = f"{place}: the result leaves {1 - share:.3g} times as much"

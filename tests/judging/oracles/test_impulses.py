@@ -1,0 +1,82 @@
+"""Impulses: the share of a gradient that is in the result of its own step."""
+
+from dataclasses import replace
+
+import expecttest
+import pytest
+import torch
+
+from conformance.judging.oracles.impulses import require_answers
+from conformance.judging.oracles.mean import mean
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.impulses import IMPULSE, IMPULSES
+from conformance.scenarios.model import Param
+from conformance.subjects.claims import parse_claims
+from tests.made_runs import Result, made_run, read_failures
+
+SCENARIO = replace(
+    IMPULSES, params=(Param((50,)), Param((3, 5))), steps=(IMPULSE, "faint", IMPULSE)
+)
+
+
+def judged(result: Result, claims: str = "compressed") -> Found:
+    found = Found()
+    require_answers(made_run(result, SCENARIO), parse_claims(claims), found)
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.05])
+def test_a_part_of_the_gradient_is_an_answer(factor: float) -> None:
+    found = judged(lambda *at: factor * mean(*at))
+    assert not found.failures
+    assert found.checks
+
+
+def late(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the mean of the step before; nothing in the first step."""
+    before = max(step - 1, 0)
+    return mean(run, rank, before, index) * (step > 0)
+
+
+def late_from_the_second(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return zeros in step 1, in which the first result would come twice."""
+    return mean(run, rank, max(step - 1, 0), index) * (step != 1)
+
+
+def test_results_of_other_steps_are_described() -> None:
+    results: dict[str, Result] = {
+        "late": late,
+        "late from the second step on": late_from_the_second,
+        "three times as much": lambda *at: 3 * mean(*at),
+        "nothing": lambda *at: 0 * mean(*at),
+        "NaN": lambda *at: torch.nan * mean(*at),
+    }
+    said = [f"{name}\n{read_failures(judged(result).failures)}" for name, result in results.items()]
+    expecttest.assert_expected_inline(
+        "\n".join(said),
+        """\
+late
+Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
+    which they are fed, in squares
+Actual: rank 0, step 0: 0 of them
+Likely cause: the result belongs to other steps: one is missing that holds this gradient
+late from the second step on
+Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
+    which they are fed, in squares
+Actual: rank 0, step 2: 0 of them
+Likely cause: the result belongs to other steps: one is missing that holds this gradient
+three times as much
+Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
+    which they are fed, in squares
+Actual: rank 0, step 0: the result leaves 4 times as much
+Likely cause: the result overshoots: more than the gradient and the residual come out
+nothing
+Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
+    which they are fed, in squares
+Actual: rank 0, step 0: 0 of them
+Likely cause: the result belongs to other steps: one is missing that holds this gradient
+NaN
+Expected: finite gradients
+Actual: rank 0, step 0: not finite""",
+    )
