@@ -22,7 +22,7 @@ from conformance.ranks.instruments.failing_collective import unboxed, with_faili
 from conformance.ranks.instruments.injected import collective_failed
 
 REMEMBERED = 24
-_PATIENCE = datetime.timedelta(seconds=5)
+_PATIENCE = datetime.timedelta(seconds=10)
 
 
 class RaisingCollective:
