@@ -68,6 +68,14 @@ class Callable:
         return _average(bucket)
 
 
+class Decorated:
+    """A hook whose method is wrapped by a decorator of another package."""
+
+    @torch.no_grad()
+    def __call__(self, state: Any, bucket: Bucket) -> Result:
+        return _average(bucket)
+
+
 bound = Callable().method
 _space: dict[str, Any] = {"average": _average}
 exec("def executed(state, bucket):\n    return average(bucket)\n", _space)

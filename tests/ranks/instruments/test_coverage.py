@@ -58,7 +58,7 @@ def test_code_without_a_source_is_not_measured(pool: Pool, hook: str, reason: st
     assert reason in measured.reason
 
 
-@pytest.mark.parametrize("hook", ["partial", "Callable()", "bound"])
+@pytest.mark.parametrize("hook", ["partial", "Callable()", "Decorated()", "bound"])
 def test_other_callables_are_measured(pool: Pool, hook: str) -> None:
     measured = measure([noted(pool, f"{HERE}:{hook}")])
     assert measured.coverage is not None, measured.reason
