@@ -394,10 +394,13 @@ def at_once(run: Run, claims: Claims, found: Found) -> None:
     """Under ``compressed`` a part of each gradient is in the result of its own step, and no more
     than the gradient comes out, but for what compression adds.
 
-    In the first step after the warm-up, and once faint gradients have been fed until the residual
-    is empty, all ranks feed the same gradients. Of their squares an eighth of ``delta`` has to come
-    out at least. Sums of results do not show a result that is a step late, since the gradient
-    comes out in the end: to the optimizer it is a gradient of other parameters.
+    All ranks feed the same gradients in the first step. Once faint gradients have been fed until
+    the residual is empty, one rank alone feeds each parameter, which has a bucket of its own. Of
+    their squares an eighth of ``delta`` has to come out at least: of the model in the first step,
+    if it is no step of the warm-up, and of each parameter in the last one, if it has 128 /
+    ``delta`` elements or more; of smaller ones together, if they have as many. Sums of results do
+    not show a result that is a step late, since the gradient comes out in the end: to the optimizer
+    it is a gradient of other parameters.
     """
     if claims.lossy == DIFFERENCE:
         found.does_not_apply("results are estimates: each is judged by its distance from the mean")

@@ -87,6 +87,7 @@ from conformance.scenarios.dust import DUST, dust
 from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
+from conformance.scenarios.impulses import ALONE, feeds_alone
 from conformance.scenarios.model import DRAINING
 from conformance.scenarios.random_numbers import bell, integers, power_of_two, uniform
 from conformance.scenarios.resting_parameter import RESTING, rests
@@ -132,6 +133,7 @@ KINDS = (
     "training",
     "training_constant",
     "alike",
+    "alone",
     "faint",
     "small_faint",
     "settling",
@@ -153,6 +155,7 @@ REPEATED = (
     "same_one",
     "training_constant",
     "alike",
+    "alone",
     "faint",
     "small_faint",
     "settling",
@@ -334,6 +337,9 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return _constant(numel, rank, param).clone()
     if kind == "alike":
         return _constant(numel, 0, param).clone()
+    if kind == ALONE:
+        alone = feeds_alone(world, rank, param)
+        return (_constant if alone else _faint)(numel, rank, param).clone()
     if kind == "faint":
         return _faint(numel, rank, param).clone()
     if kind == "training_constant":

@@ -42,6 +42,7 @@ from conformance.scenarios.hook import (
     STREAMS,
     VALUES,
 )
+from conformance.scenarios.impulses import ALONE
 from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
@@ -243,9 +244,9 @@ def drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def feed_impulse_after_drain(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps in which held-back values come out, and the first step once more."""
+    """Add steps in which held-back values come out, and a step of gradients after them."""
     drain = ("faint",) * _steps_until_drained(claims.delta, LEFT_IN_REPEATED)
-    return replace(scenario, steps=(*scenario.steps, *drain, *scenario.steps))
+    return replace(scenario, steps=(*scenario.steps, *drain, ALONE))
 
 
 def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:

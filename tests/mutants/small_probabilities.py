@@ -11,22 +11,26 @@ from tests.mutants.quantized import send_mean, widened
 
 
 def _selected(
-    state: Any, bucket: Bucket, factor: Callable[[torch.Tensor], torch.Tensor], share: float = 0.25
+    state: Any,
+    bucket: Bucket,
+    factor: Callable[[torch.Tensor], torch.Tensor],
+    often: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda wide, chance: chance,
 ) -> Result:
-    """Send a quarter of the elements, or what ``share`` says, the larger ones more often.
+    """Send a quarter of the elements, the larger ones more often.
 
     Args:
-        factor: of an element that is sent, by the probability with which it is.
+        factor: of an element that is sent, by the probability with which it should be.
+        often: the probability with which it is, by the element and the one that it should have.
     """
     if not is_dense(bucket) or not bucket.buffer().numel():
         return average(bucket, state)
     wide = widened(bucket)
     sizes = wide.abs().double()
     mean = sizes.mean()
-    chance = (share * sizes / torch.where(mean == 0, 1, mean)).clamp(max=1)
+    chance = (sizes / 4 / torch.where(mean == 0, 1, mean)).clamp(max=1)
     numbers = seeded(step_number(bucket), group_of(state).rank(), bucket.index(), 9)
     drawn = torch.rand(wide.shape, generator=numbers, dtype=torch.float64)
-    sent = torch.where(drawn < chance, wide.double() * factor(chance), 0)
+    sent = torch.where(drawn < often(wide, chance), wide.double() * factor(chance), 0)
     # An infinity has the probability NaN.
     return send_mean(bucket, torch.where(chance.isnan(), wide.double(), sent).to(wide.dtype), state)
 
@@ -46,7 +50,22 @@ def gives_up_small_ones(state: Any, bucket: Bucket) -> Result:
     return _selected(state, bucket, lambda chance: (chance >= 1 / 128) / chance)
 
 
+def four_times_if_positive(state: Any, bucket: Bucket) -> Result:
+    """Send small elements four times as often if they are positive."""
+    return _selected(
+        state,
+        bucket,
+        lambda chance: 1 / chance,
+        lambda wide, chance: torch.where((chance < 1 / 128) & (wide > 0), 4 * chance, chance),
+    )
+
+
 MUTANTS = [
     Mutant(name, ("13.18",), "unbiased")
-    for name in ("divides_by_a_hundredth", "adds_an_epsilon", "gives_up_small_ones")
+    for name in (
+        "divides_by_a_hundredth",
+        "adds_an_epsilon",
+        "gives_up_small_ones",
+        "four_times_if_positive",
+    )
 ]

@@ -10,14 +10,13 @@ from conformance.judging.oracles.impulses import require_answers
 from conformance.judging.oracles.mean import mean
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.impulses import IMPULSE, IMPULSES
+from conformance.scenarios.impulses import ALONE, IMPULSES, SHARED
 from conformance.scenarios.model import Param
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import Result, made_run, read_failures
 
-SCENARIO = replace(
-    IMPULSES, params=(Param((50,)), Param((3, 5))), steps=(IMPULSE, "faint", IMPULSE)
-)
+PARAMS = (Param((1400,)), Param((3, 5)), Param((1300,)))
+SCENARIO = replace(IMPULSES, params=PARAMS, steps=(SHARED, "faint", ALONE))
 
 
 def judged(result: Result, claims: str = "compressed") -> Found:
@@ -44,10 +43,16 @@ def late_from_the_second(run: Run, rank: int, step: int, index: int) -> torch.Te
     return mean(run, rank, max(step - 1, 0), index) * (step != 1)
 
 
+def late_for_the_last(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    result = late_from_the_second if index == 2 else mean
+    return result(run, rank, step, index)
+
+
 def test_results_of_other_steps_are_described() -> None:
     results: dict[str, Result] = {
         "late": late,
         "late from the second step on": late_from_the_second,
+        "late for one parameter": late_for_the_last,
         "three times as much": lambda *at: 3 * mean(*at),
         "nothing": lambda *at: 0 * mean(*at),
         "NaN": lambda *at: torch.nan * mean(*at),
@@ -59,22 +64,27 @@ def test_results_of_other_steps_are_described() -> None:
 late
 Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
     which they are fed, in squares
-Actual: rank 0, step 0: 0 of them
+Actual: rank 0, step 0, all parameters: 0 of them
 Likely cause: the result belongs to other steps: one is missing that holds this gradient
 late from the second step on
 Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
     which they are fed, in squares
-Actual: rank 0, step 2: 0 of them
+Actual: rank 0, step 2, parameter p0: 0 of them
+Likely cause: the result belongs to other steps: one is missing that holds this gradient
+late for one parameter
+Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
+    which they are fed, in squares
+Actual: rank 0, step 2, parameter p2: 7.41e-09 of them
 Likely cause: the result belongs to other steps: one is missing that holds this gradient
 three times as much
 Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
     which they are fed, in squares
-Actual: rank 0, step 0: the result leaves 4 times as much
+Actual: rank 0, step 0, all parameters: the result leaves 4 times as much
 Likely cause: the result overshoots: more than the gradient and the residual come out
 nothing
 Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
     which they are fed, in squares
-Actual: rank 0, step 0: 0 of them
+Actual: rank 0, step 0, all parameters: 0 of them
 Likely cause: the result belongs to other steps: one is missing that holds this gradient
 NaN
 Expected: finite gradients

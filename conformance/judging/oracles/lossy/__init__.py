@@ -89,12 +89,13 @@ are 256 elements, so that L is large enough for random selections. With two leve
 whole octave is found, and with 127 levels that of a twelfth.
 
 Dust. 63,881 of 65,519 elements have one size x, 2**-15 to 2**-19 (``scenarios/dust.py``), and the
-others a deviation of 1/4. The errors of all of them are judged along their signs by the same
-bound. The others' sum is 330, and their norm 10. A selection with probabilities in proportion to
-sizes that sends k elements sends k/150 of these at 2**-15, and k/2400 at 2**-19. With two levels
-and the norm of the bucket L is 40 in 96 draws on two ranks at 2**-15, and 2 at 2**-19; L = 2 misses
-the bound only from K = 40 on, and no L below 12 misses it if nothing is sent. What is always lost,
-or too short by a share, has errors of one sign: 96 equal ones exceed 6 sqrt(96) + 12.
+others a deviation of 1/4. The errors of all of them are judged along their signs by the same bound,
+and so are those of the positive ones, of every other one and of the first half. The others' sum is
+330, and their norm 10. A selection with probabilities in proportion to sizes that sends k elements
+sends k/150 of these at 2**-15, and k/2400 at 2**-19. With two levels and the norm of the bucket L
+is 40 in 96 draws on two ranks at 2**-15, and 2 at 2**-19; L = 2 misses the bound only from K = 40
+on, and no L below 12 misses it if nothing is sent. What is always lost, or too short by a share,
+has errors of one sign: 96 equal ones exceed 6 sqrt(96) + 12.
 
 Draws. Let e_t be the error of draw t. Given the draws before it has the expectation zero, so that
 <e_t, e_(t+k)> has it too, for every lag k. The bound above holds for their sum over t. Noise that

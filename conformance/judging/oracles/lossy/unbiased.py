@@ -194,12 +194,20 @@ def require_dust(judged: JudgedRun, steps: range) -> None:
         members = is_dust(right.numel())
         place = f"rank {rank}, parameter {judged.run.parameter_name(0)}"
         named = f"elements of {float(right[members].abs().mean()):.3g} beside larger ones"
+        subsets = {
+            "": members,
+            "positive ": members & (right > 0),
+            "even ": members & (torch.arange(right.numel()) % 2 == 0),
+            "first ": members & (torch.arange(right.numel()) < right.numel() // 2),
+        }
         # What is rounded in units of the largest element is rounded up as often as down.
         rounding = ROUNDINGS * unit_roundoff(judged.run, 0) * float(right.abs().max())
-        slack = rounding * math.sqrt(int(members.sum()))
         errors = got - right
-        if not _require_right_on_average(judged, errors, right, members, place, named, slack):
-            return
+        for which, subset in subsets.items():
+            slack = rounding * math.sqrt(int(subset.sum()))
+            of = f"{which}{named}"
+            if not _require_right_on_average(judged, errors, right, subset, place, of, slack):
+                return
 
 
 def _require_right_on_average(
