@@ -385,5 +385,8 @@ own_numbers = right_beside_own_numbers("19.38", (large, long_run), on=(PROBE,))
 )
 def attributes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A tensor that a block reads from an attribute has its gradient, and so has one that it leaves
-    in an attribute, as a part of the loss; with the claim reentrant this does not apply."""
+    in an attribute, as a part of the loss; with the claim reentrant this does not apply.
+
+    Some are in a list or a dict, and some are attributes of a layer inside the block.
+    """
     require_same_unless_reentrant(runs, claims, found)

@@ -8,12 +8,16 @@ set of dtypes or classes, which hash by their addresses. Hooks have the scenario
 from dataclasses import replace
 
 from conformance.scenarios import averager, optimizer, strategy
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
+
+# As many elements in other shapes, which hashes may put in any order.
+_EQUAL = tuple(Param(shape) for shape in ((2, 12), (3, 8), (4, 6), (24,), (6, 4), (8, 3)))
 
 
 def _with_other_hashes(plain: Scenario) -> Scenario:
     return replace(
         plain,
+        params=(*plain.params, *_EQUAL),
         name=f"{plain.kind}_hash_seeds",
         summary=f"{plain.summary}; every other rank has another hash seed",
         world_sizes=(2,),

@@ -48,7 +48,8 @@ CONTAINERS = replace(
 ATTRIBUTES = replace(
     PLAIN,
     name="wrapper_attributes",
-    summary="a block reads a tensor from an attribute, and leaves one in another",
+    summary="a block, and a layer in it, read tensors from attributes, such as a list and a dict, "
+    "and leave some in others",
     world_sizes=(2,),
     variant="attributes",
 )

@@ -76,6 +76,13 @@ def _at_owners_by_hash(tensors: Iterable[torch.Tensor], group: Any) -> None:
         tensor.copy_(mean)
 
 
+def _in_order_of_shapes(tensors: Iterable[torch.Tensor], group: Any) -> None:
+    """Pack the tensors of a dtype by their size; those of one size by the hash of the shape."""
+    for some in _by_dtype(tensors).values():
+        order = sorted(some, key=lambda one: (one.numel(), hash(str(tuple(one.shape)))))
+        _average_together(order, group)
+
+
 # ---- Hooks
 
 
@@ -165,6 +172,13 @@ class SignsByHash(Averager):
         _with_signs_of_names(params, self.group)
 
 
+class TiesByHash(Averager):
+    """Pack parameters by their size, and those of one size by the hash of the shape."""
+
+    def average(self, params: Any) -> None:
+        _in_order_of_shapes(params, self.group)
+
+
 # ---- Optimizers
 
 
@@ -235,7 +249,7 @@ MUTANTS = [
     ),
     *(
         Mutant(f"{name},{AT}", ("14.28",), kind="averager")
-        for name in ("PacksByNames", "DtypesInASet", "SignsByHash")
+        for name in ("PacksByNames", "DtypesInASet", "SignsByHash", "TiesByHash")
     ),
     *(
         Mutant(name, ("15.42",), "averages", kind="optimizer")

@@ -214,6 +214,48 @@ def leaves_detached_attributes(forward: Forward, *args: Any, **kwargs: Any) -> A
     return made
 
 
+def _detached_inside(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _detached_inside(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_detached_inside, value))
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _detach_inside(module: torch.nn.Module) -> None:
+    for name, value in list(vars(module).items()):
+        if not name.startswith("_") and not isinstance(value, torch.Tensor):
+            setattr(module, name, _detached_inside(value))
+
+
+@calls
+def reads_detached_lists(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Detach the tensors that a block finds in lists and dicts among its attributes."""
+    _detach_inside(forward.args[0])  # type: ignore[attr-defined]
+    return again(forward, *args, **kwargs)
+
+
+@calls
+def leaves_detached_lists(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Detach the tensors that a block leaves in lists and dicts."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    before = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    made = again(forward, *args, **kwargs)
+    _detach_inside(module)
+    vars(module).update({name: before[name] for name in ("conditions",) if name in before})
+    return made
+
+
+@calls
+def leaves_detached_layers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Detach the tensors that layers inside a block leave in their attributes."""
+    made = again(forward, *args, **kwargs)
+    for layer in list(forward.args[0].modules())[1:]:  # type: ignore[attr-defined]
+        if torch.is_tensor(vars(layer).get("balance")):
+            layer.balance = layer.balance.detach()
+    return made
+
+
 @calls
 def runs_a_copy(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Run a copy of the block with the same parameters, whose attributes the trainer never sees."""
@@ -464,6 +506,9 @@ MUTANTS = [
     Mutant("detaches_in_containers", ("19.5",), kind="wrapper"),
     Mutant("reads_detached_attributes", ("19.39",), kind="wrapper"),
     Mutant("leaves_detached_attributes", ("19.39",), kind="wrapper"),
+    Mutant("reads_detached_lists", ("19.39",), kind="wrapper"),
+    Mutant("leaves_detached_lists", ("19.39",), kind="wrapper"),
+    Mutant("leaves_detached_layers", ("19.39",), kind="wrapper"),
     Mutant("runs_a_copy", ("19.39",), kind="wrapper"),
     Mutant("needs_an_input_with_gradient", ("19.6",), because=_NO_GRADIENT, kind="wrapper"),
     Mutant(

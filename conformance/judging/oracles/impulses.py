@@ -63,7 +63,7 @@ def _judged_together(run: Run, step: int, delta: float) -> list[tuple[str, list[
     small = [index for index in every if index not in large]
     judged = [(f"parameter {run.parameter_name(index)}", [index]) for index in large]
     if sum(sizes[index] for index in small) * delta >= ENOUGH:
-        judged.append(("the small parameters", small))
+        judged.append(("small parameters", small))
     return judged
 
 

@@ -179,25 +179,51 @@ class Takes(nn.Module):
         return {"left": nn.functional.gelu(self.left(left)), "rest": [self.right(right).tanh()]}
 
 
+class Router(nn.Linear):
+    """A layer in a block that reads a tensor from an attribute, and leaves one in another.
+
+    Attributes:
+        prior: what another layer has computed.
+        balance: a part of the loss, as a mixture of experts has it.
+    """
+
+    prior: torch.Tensor
+    balance: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.balance = (super().forward(x) * self.prior).tanh()
+        return self.balance
+
+
 class Passes(nn.Module):
-    """A block that reads a tensor from an attribute, and leaves one in another.
+    """A block that reads tensors from attributes, and leaves some in others.
 
     Attributes:
         condition: what another layer has computed, such as the embedding of a class.
-        balance: a part of the loss, as a mixture of experts has it for its router.
+        conditions: the same in a list, and in a dict.
+        balance: a part of the loss.
+        balances: the same in a list.
+        losses: the same in a dict.
     """
 
     condition: torch.Tensor
+    conditions: tuple[list[torch.Tensor], dict[str, torch.Tensor]]
     balance: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.left = nn.Linear(WIDTH, WIDTH)
-        self.router = nn.Linear(WIDTH, WIDTH)
+        self.router = Router(WIDTH, WIDTH)
+        self.balances: list[torch.Tensor] = []
+        self.losses: dict[str, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.balance = self.router(x).tanh()
-        return nn.functional.gelu(self.left(x) * self.condition)
+        (in_list,), in_dict = self.conditions
+        routed = self.router(x)
+        self.balance = routed.cos()
+        self.balances = [routed.sin()]
+        self.losses = {"router": routed.exp()}
+        return nn.functional.gelu(self.left(x) * self.condition * in_list + in_dict["bias"])
 
 
 class Nest(nn.Module):
@@ -291,15 +317,18 @@ class Attributes(Stack):
 
     def __init__(self) -> None:
         super().__init__([Passes()])
-        self.other = nn.Linear(WIDTH, WIDTH)
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         # In a list, so that the block is not a module of the network twice.
         self.bare = [self.blocks[0]]
 
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
         (bare,) = self.bare
-        bare.condition = self.other(x).tanh()
+        bare.condition, in_list, in_dict, prior = (other(x).tanh() for other in self.others)
+        bare.conditions = [in_list], {"bias": in_dict}
+        bare.router.prior = prior
         made = self.head(self.blocks[0](self.stem(x)))
-        return made + bare.balance
+        left = bare.balance + bare.balances[0] + bare.losses["router"] + bare.router.balance
+        return made + left
 
 
 def network(scenario: Scenario) -> Any:
