@@ -9,14 +9,11 @@ rounding to levels seldom takes them for more than 0.
 import random
 from dataclasses import replace
 
-import torch
-
 from conformance.scenarios.model import Param, Scenario
-from conformance.scenarios.random_numbers import bell, integers, uniform
 
 DUST = "dust"
 TRIALS = 96
-_EVERY = 40  # one element of so many is no dust
+EVERY = 40  # one element of so many is no dust
 _EXPONENTS = (-19, -15)
 
 OF_DUST = Scenario(
@@ -32,18 +29,3 @@ OF_DUST = Scenario(
 def draw_dust(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the size of the dust."""
     return replace(scenario, steps=(f"{DUST}/{numbers.randint(*_EXPONENTS)}",) * TRIALS)
-
-
-def is_dust(numel: int) -> torch.Tensor:
-    """Return the mask of the elements that are small."""
-    return torch.arange(numel) % _EVERY != 0
-
-
-def dust(kind: str, numel: int, rank: int, param: int) -> torch.Tensor:
-    """Return values whose signs all ranks share, with the exponent that the kind names."""
-    exponent = int(kind.partition("/")[2])
-    sign = integers(numel, 2, (param, 95)) * 2 - 1
-    values = sign * (1 + uniform(numel, (rank, param, 96)) / 4) * 2.0**exponent
-    others = ~is_dust(numel)
-    values[others] = bell(int(others.sum()), (rank, param, 97)) / 4
-    return values

@@ -83,7 +83,8 @@ from functools import lru_cache
 
 import torch
 
-from conformance.scenarios.dust import DUST, dust
+from conformance.scenarios.dust import DUST
+from conformance.scenarios.dust_values import dust
 from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES

@@ -16,7 +16,7 @@ from conformance.judging.oracles.lossy.common import (
     likely_cause,
     unit_roundoff,
 )
-from conformance.scenarios.dust import is_dust
+from conformance.scenarios.dust_values import is_dust
 from conformance.scenarios.gradients import BESIDE_FROM
 
 SIGMAS = 6.0
