@@ -394,11 +394,11 @@ def at_once(run: Run, claims: Claims, found: Found) -> None:
     """Under ``compressed`` a part of each gradient is in the result of its own step, and no more
     than the gradient comes out, but for what compression adds.
 
-    All ranks feed the same gradients in the first step. Once faint gradients have been fed until
-    the residual is empty, one rank alone feeds each parameter, which has a bucket of its own. Of
-    their squares an eighth of ``delta`` has to come out at least: of the model in the first step,
-    if it is no step of the warm-up, and of each parameter in the last one, if it has 128 /
-    ``delta`` elements or more; of smaller ones together, if they have as many. Sums of results do
+    All ranks feed the same gradients in the first step after the warm-up. Once faint gradients have
+    been fed until the residual is empty, one rank alone feeds each parameter, which has a bucket of
+    its own. Of their squares an eighth of ``delta`` has to come out at least: of the model in the
+    first step, and in the last one of each parameter with 128 / ``delta`` elements or more; of
+    smaller ones together, if they have as many; and of the model, if none has. Sums of results do
     not show a result that is a step late, since the gradient comes out in the end: to the optimizer
     it is a gradient of other parameters.
     """

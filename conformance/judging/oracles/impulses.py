@@ -12,10 +12,11 @@ delay of d steps leaves d of the d + 1 gradients that are held back, which delta
 d = 9. An eighth of delta has to come out, since compressors keep their delta on average, and not in
 each step.
 
-In the first step, in which DDP has one bucket, squares are of the whole model. In the last one each
-parameter has a bucket, and squares are of the parameter; of those with few elements they are of all
-together. A selection of the share delta, at random, sends some 128 of ``ENOUGH / delta`` elements,
-with a deviation of 15 % of their squares; fewer elements are not judged.
+In the first step after the warm-up squares are of the whole model, which may be one bucket. In the
+last one each parameter has a bucket, and squares are of the parameter; of those with few elements
+they are of all together. A selection of the share delta, at random, sends some 128 of
+``ENOUGH / delta`` elements, with a deviation of 15 % of their squares; fewer elements are not
+judged, unless delta is so small that the whole model has no more: then squares are of the model.
 """
 
 import torch
@@ -54,8 +55,9 @@ def _judged_together(run: Run, step: int, delta: float) -> list[tuple[str, list[
     """Return names and indices of the parameters whose squares are judged together in a step."""
     every = list(range(len(run.scenario.params)))
     kind = run.scenario.steps[step]
+    whole = [("all parameters", every)]
     if kind == SHARED:
-        return [("all parameters", every)]
+        return whole
     if kind != ALONE:
         return []
     sizes = [torch.Size(spec.shape).numel() for spec in run.scenario.params]
@@ -64,7 +66,7 @@ def _judged_together(run: Run, step: int, delta: float) -> list[tuple[str, list[
     judged = [(f"parameter {run.parameter_name(index)}", [index]) for index in large]
     if sum(sizes[index] for index in small) * delta >= ENOUGH:
         judged.append(("small parameters", small))
-    return judged
+    return judged or whole
 
 
 def _require_share(

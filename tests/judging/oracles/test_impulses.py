@@ -45,6 +45,12 @@ def late_from_the_second(run: Run, rank: int, step: int, index: int) -> torch.Te
     return mean(run, rank, max(step - 1, 0), index) * (step != 1)
 
 
+def test_a_model_too_small_for_its_delta_is_judged_as_a_whole() -> None:
+    assert not judged(mean, "compressed(delta=0.01)").failures
+    (failure,) = judged(late_from_the_second, "compressed(delta=0.01)").failures
+    assert "step 2, all parameters: 0 of them" in failure.actual
+
+
 def late_for(*which: Any) -> torch.Tensor:
     """Return late results for some parameters; the arguments of a result come last."""
     *indices, run, rank, step, index = which
