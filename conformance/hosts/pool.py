@@ -114,8 +114,6 @@ class Pool:
         self._last_pong = 0
         # Held while the host is started, or its packets are read.
         self._lock = threading.RLock()
-        # Held while a run has a lane of this pool and one of the other pool.
-        self._uses_both = threading.Lock()
         self._closed = False
 
     def __enter__(self) -> "Pool":
@@ -272,14 +270,16 @@ class Pool:
         pools = self._start_other_hash_seed_pool(), self
         for pool in pools:
             pool.greeting()
-        # One run at a time: two would wait for each other if each had a lane of one pool.
-        with self._uses_both, ThreadPoolExecutor(len(pools)) as threads:
+        # Always in this order, so that no two runs wait for each other; and both before either is
+        # used, so that no rank waits for a peer whose lane is busy.
+        lanes = [pool._free_lanes.get() for pool in pools]
+        ranks_of_pools = _odd_and_even(command["world"])
+        with ThreadPoolExecutor(len(pools)) as threads:
             parts = [
-                threads.submit(pool._carry_out, lane, {**command, "ranks": ranks}, *limits)
-                for pool, lane, ranks, limits in [
-                    (pool, pool._free_lanes.get(), ranks, (deadline, patience))
-                    for pool, ranks in zip(pools, _odd_and_even(command["world"]), strict=True)
-                ]
+                threads.submit(
+                    pool._carry_out, lane, {**command, "ranks": ranks}, deadline, patience
+                )
+                for pool, lane, ranks in zip(pools, lanes, ranks_of_pools, strict=True)
             ]
         return _merged([part.result() for part in parts])
 

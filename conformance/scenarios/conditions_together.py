@@ -60,7 +60,9 @@ def _on_ranks(plain: Scenario, name: str, summary: str) -> Scenario:
     return replace(
         plain,
         name=name,
-        summary=f"{summary}; 5 to 8 ranks on two nodes, four dtypes, other default dtypes",
+        summary=f"{summary}; 5 to 8 ranks on two nodes, four dtypes, other default dtypes; every "
+        "other rank has another hash seed",
+        hash_seeds_differ=True,
         params=_MIXED,
         world_sizes=(),
         size=_SIZE,
@@ -85,8 +87,11 @@ def _long(plain: Scenario, *, summary: str = "") -> Scenario:
     return replace(
         plain,
         name=plain.kind + _LONG,
-        summary=summary
-        or f"{LONG_STEPS[0]} to {LONG_STEPS[1]} steps under bfloat16 as torch's default dtype",
+        summary=(
+            summary
+            or f"{LONG_STEPS[0]} to {LONG_STEPS[1]} steps under bfloat16 as torch's default dtype"
+        )
+        + ("; every other rank has another hash seed" if plain.hash_seeds_differ else ""),
         world_sizes=(2,),
         default_dtypes=("bfloat16",),
         observe=Observation(),
@@ -120,7 +125,8 @@ OPTIMIZER = (
             _on_ranks(optimizer.RANDOM, "optimizer_together", "12 to 24 groups of SGD"),
             variant="together",
             # ZeRO takes one dtype in a model.
-            summary="12 to 24 groups of SGD; 5 to 8 ranks on two nodes, other default dtypes",
+            summary="12 to 24 groups of SGD; 5 to 8 ranks on two nodes, other default dtypes; "
+            "every other rank has another hash seed",
             params=(Param((5004,)), *(Param((size,)) for size in range(1, 24))),
         )
     ),

@@ -30,12 +30,13 @@ ENDURANCE = Scenario(
     name="endurance",
     summary="1,200 to 1,500 steps after the warm-up, three buckets; the number of steps, the "
     "period of the gradients and the places of special steps are drawn; now and then the model is "
-    "evaluated, between steps or within one",
+    "evaluated, between steps or within one; every other rank has another hash seed",
     params=(Param((5, 3)), Param((17,)), Param((2, 3)), Param((3, 3, 3))),
     steps=("crafted",) * FEWEST_ROUNDS,
     world_sizes=(2,),
     ddp=DDPOptions(bucket_cap_mb=64 / 2**20),
     long_run=LongRun(FEWEST_ROUNDS, PERIODS[0]),
+    hash_seeds_differ=True,
 )
 
 

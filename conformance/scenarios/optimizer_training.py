@@ -148,9 +148,11 @@ RESUMED_GROUPS = replace(
 LONG = replace(
     PLAIN,
     name="optimizer_long",
-    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps",
-    params=(Param((3,)), Param((2, 2))),
+    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps; every other rank has "
+    "another hash seed",
+    params=(Param((3,)), Param((2, 2)), Param((5,)), Param((2, 3))),
     world_sizes=(2,),
+    hash_seeds_differ=True,
     variant="long",
     observe=Observation(growth=True),
 )

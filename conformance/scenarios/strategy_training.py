@@ -198,9 +198,10 @@ LONG = replace(
     name="strategy_long",
     summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps of two micro-batches; one "
     "step of five, drawn, has an exception in the first; the model is evaluated before some steps, "
-    "and within others",
-    params=(Param((3,)), Param((2, 2))),
+    "and within others; every other rank has another hash seed",
+    params=(Param((3,)), Param((2, 2)), Param((5,)), Param((2, 3))),
     world_sizes=(2,),
+    hash_seeds_differ=True,
     variant="long",
     prerequisite="strategy_accumulated",
     observe=Observation(growth=True),

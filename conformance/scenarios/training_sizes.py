@@ -218,8 +218,10 @@ _NETWORK = replace(
     _DRAWN,
     name="network",
     summary="a network of some 300 parameters, one above 2**24 elements, with DDP's default "
-    "buckets; sizes are drawn; rank 0 leaves each hook call before its peers enter",
+    "buckets; sizes are drawn; rank 0 leaves each hook call before its peers enter; every other "
+    "rank has another hash seed",
     order="rank0_first",
+    hash_seeds_differ=True,
     prerequisite="ordered",
 )
 
@@ -227,9 +229,10 @@ _MANY_BUCKETS = replace(
     _DRAWN,
     name="many_buckets",
     summary="257 to 300 buckets of 33 to a million elements; sizes are drawn; the last hook call "
-    "of a step begins when all other buckets are reduced",
+    "of a step begins when all other buckets are reduced; every other rank has another hash seed",
     steps=("crafted", "normal", "normal"),
     world_sizes=(3,),
+    hash_seeds_differ=True,
     ddp=DDPOptions(bucket_cap_mb=_SMALL_CAP),
     order="slow",
     prerequisite="buckets",

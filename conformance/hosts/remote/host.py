@@ -81,6 +81,8 @@ def execute_torchrun_host(flag: str, arguments: list[str]) -> None:
         environment["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
     elif os.environ.get("GROUP_WORLD_SIZE") != "1":
         del environment["GLOO_SOCKET_IFNAME"]
+    # Each host hashes strings in its own way, also where the caller has one seed for all.
+    environment["PYTHONHASHSEED"] = str(1 + int(os.environ["RANK"]))
     # The level DETAIL crashes DDP in torch 2.13.
     environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
     sys.stdout.flush()

@@ -52,6 +52,7 @@ class Host:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(self.port),
             "PYTHONPATH": str(ROOT),
+            "PYTHONHASHSEED": "7",
         }
         environment = {
             key: value
@@ -154,15 +155,18 @@ def test_a_broken_connection_is_replaced(host: Host) -> None:
 
 
 def test_the_environment_of_ranks(host: Host) -> None:
-    """It is the one that torchrun would set for the run; on one node Gloo uses the loopback."""
+    """It is the one that torchrun would set for the run; on one node Gloo uses the loopback. No two
+    hosts hash strings alike.
+    """
     (host.folder / "looks.py").write_text(
-        "import os\n"
-        "__conformance__ = {'hook': os.environ['GLOO_SOCKET_IFNAME']}\n"
+        "from os import environ\n"
+        "names = 'GLOO_SOCKET_IFNAME', 'PYTHONHASHSEED'\n"
+        "__conformance__ = {'hook': ' '.join(environ[name] for name in names)}\n"
         "def hook(state, bucket): ...\n"
     )
     with host.pool() as pool:
         described = pool.describe(SubjectSpec(hook="looks:hook"))
-        assert described["claims"] == "lo"
+        assert described["claims"] == "lo 1"
         pool.close(finished=False)
 
 
