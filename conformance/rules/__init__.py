@@ -1,5 +1,6 @@
 """The rule book: one file for each section, with rules and nothing else."""
 
+import functools
 import importlib
 import pkgutil
 
@@ -13,10 +14,16 @@ def book(kind: str = "", device: str = "") -> dict[str, Rule]:
         kind: return only the rules of this kind of subject.
         device: return only the rules that apply to this type of device.
     """
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    _import_sections()
     return {
         number: rule
         for number, rule in registered_rules().items()
         if kind in ("", rule.kind) and (not device or rule.device in ("", device))
     }
+
+
+@functools.cache
+def _import_sections() -> None:
+    """Import the files of this package, which register their rules."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
