@@ -19,14 +19,16 @@ from conformance.subjects.claims import LOCAL, Claims
 def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> bool:
     """Require every gradient of ``steps`` to be right, and report the first that is not.
 
-    A single step of a lossy run is neither right nor wrong: all its steps are judged together.
+    A single step of a lossy run is neither right nor wrong: all its steps are judged together. The
+    steps of a claimed warm-up are exact, each by itself.
 
     Returns:
         Whether the requirement holds.
     """
     if claims.lossy:
         before = len(found.failures)
-        lossy.require(run, claims, found)
+        if require_warm_up(run, claims, found):
+            lossy.require(run, claims, found)
         return len(found.failures) == before
     for step in steps:
         comparison = oracle.compare(run, step, claims)
@@ -36,6 +38,12 @@ def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> b
             found.require(False, expected, actual, diagnose(run, step, claims))
             return False
     return True
+
+
+def require_warm_up(run: Run, claims: Claims, found: Found) -> bool:
+    """Require exact results in the steps of a claimed warm-up; return whether they are."""
+    exact = Claims(world_only=claims.world_only)
+    return require_steps(run, exact, found, list(range(claims.warmup)))
 
 
 def require_meeting(run: Run, claims: Claims, found: Found, first: int = 0) -> None:

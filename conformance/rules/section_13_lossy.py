@@ -5,7 +5,11 @@ import torch
 from conformance.judging.oracles import lossy
 from conformance.judging.oracles.impulses import require_answers
 from conformance.judging.oracles.lossy import likeness
-from conformance.judging.requirements import require_optimizer, require_steps, sees_collectives
+from conformance.judging.requirements import (
+    require_optimizer,
+    require_warm_up,
+    sees_collectives,
+)
 from conformance.judging.rule import WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -133,7 +137,8 @@ def unbiased(run: Run, claims: Claims, found: Found) -> None:
     remedy="a comparison that is off by one; a count of buckets instead of steps",
 )
 def warm_up(run: Run, claims: Claims, found: Found) -> None:
-    """Under ``warmup(k)`` the first k steps give the exact mean, and the next one does not.
+    """Under ``warmup(k)`` the first k steps give the exact mean, and the next one does not. The
+    last of them feeds random values, which no narrower dtype holds.
 
     Under ``local`` all ranks may average for good, so that every step gives the mean: if any step
     differs, then the first one after the warm-up must.
@@ -141,8 +146,7 @@ def warm_up(run: Run, claims: Claims, found: Found) -> None:
     if not claims.warmup:
         found.does_not_apply()
         return
-    exact = Claims(world_only=claims.world_only)
-    if not require_steps(run, exact, found, list(range(claims.warmup))):
+    if not require_warm_up(run, claims, found):
         return
     steps = range(claims.warmup, len(run.scenario.steps))
     first = next((step for step in steps if lossy.differs(run, step, claims)), None)

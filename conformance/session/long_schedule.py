@@ -62,9 +62,14 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         ("normal",) * (period // 4) + ("crafted",) * (period - period // 4), period
     )
     warm_up = [exact[number % period] for number in range(claims.steps_of_warmup)]
+    if warm_up:
+        # Crafted values are exact in narrower dtypes, too.
+        with_random_values = draws.randrange(len(warm_up))
+        warm_up[with_random_values] = "normal"
     if len(warm_up) > 1 and claims.lossy == FEEDBACK and not claims.fused:
         # One rank alone overflows, as under the first scales of a GradScaler.
-        warm_up[draws.randrange(len(warm_up))] = f"inf/{draws.randrange(_RANKS)}"
+        others = [place for place in range(len(warm_up)) if place != with_random_values]
+        warm_up[draws.choice(others)] = f"inf/{draws.randrange(_RANKS)}"
     hold = 1
     drawn = scenario.long_run.drawn
     if not claims.lossy:

@@ -41,6 +41,7 @@ from conformance.scenarios.hook import (
     SAVED_ONE,
     STREAMS,
     VALUES,
+    VIEWS,
 )
 from conformance.scenarios.impulses import ALONE
 from conformance.scenarios.micro_batches import with_micro_batches
@@ -62,6 +63,7 @@ from conformance.subjects.claims import (
     UNBIASED,
     Claims,
 )
+from conformance.subjects.kinds import HOOK, KINDS
 
 # Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly
 # a whole block is left at the end, whatever power of two a block has, so that a dropped tail shows.
@@ -76,6 +78,10 @@ _WIDER_SHAPES = {
 _CAP_OF_TWO = 8 / 2**20
 _LARGE_BUCKETS = 6
 _ON_TWO_GROUPS = (averager_training.TWO_GROUPS.name, optimizer_training.TWO_GROUPS.name)
+_WITH_RANDOM_VALUES = (
+    VIEWS.name,  # compared with `values`
+    *(scenario.name for scenario in KINDS[HOOK].scenarios if "normal" in scenario.steps),
+)
 _SAVED_EARLY = tuple(one.name for one in (SAVED_ONE, RESUMED_ONE, ROLLED_BACK))
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
@@ -441,10 +447,13 @@ def run_at_three_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     """Begin with the steps of a claimed warm-up.
 
+    Crafted values are exact in narrower dtypes, too. In scenarios that feed exact hooks random
+    values, and in those that are compared with them, the last step of the warm-up has such values.
     The scenarios with one parameter are saved within a warm-up of two steps or more.
     """
     resume = scenario.resume
-    steps = ("crafted",) * claims.warmup + scenario.steps
+    last = "normal" if scenario.name in _WITH_RANDOM_VALUES else "crafted"
+    steps = ("crafted",) * (claims.warmup - 1) + (last,) + scenario.steps
     saves_early = claims.warmup > 1 and scenario.name in _SAVED_EARLY
     if resume.saves_at:
         at = 1 if saves_early else resume.saves_at + claims.warmup

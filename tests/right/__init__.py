@@ -68,6 +68,7 @@ _MODULES = (
     "own_code_of_kinds",
     "saved_numbers",
     "bounded",
+    "warm_ups",
 )
 
 

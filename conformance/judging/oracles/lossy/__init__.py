@@ -194,6 +194,7 @@ REPEATED_SCENARIOS = (
     "uneven_groups",
     "two_groups",
     "equal_groups",
+    "joint",
     "default_dtypes",
     "complex",
     "sparse",
