@@ -48,7 +48,7 @@ def _require_moments(run: Run, claims: Claims, found: Found) -> None:
     "Gives the mean at the sizes of a network",
     on=(NETWORK,),
     owns=(NETWORK,),
-    needs=("2.2", "1.8", "2.4", "2.5"),
+    needs=("2.2", "1.8", "2.5"),
     since="2.0",
     source="torch documentation, DistributedDataParallel: bucket_cap_mb is 25 by default; IEEE "
     "754: float32 holds no odd integer above 2**24",
@@ -65,9 +65,8 @@ def network(run: Run, claims: Claims, found: Found) -> None:
     4 * 10**6, 24 to 32 have 10**4 to 10**6, and 129 to 300 tensors share a bucket with others. A
     hook that is wrong beyond any number of elements up to 2**24, or of tensors up to 129, is wrong
     here. Under a lossy claim parameters are smaller, because results are judged over many steps:
-    all of them together have 2**25 elements divided by the number of steps. Beside float32 there
-    are then buckets of float16, bfloat16 and float64, each of some thousand to ten thousand
-    elements or more. Warm-up steps are exact, and the last one feeds random values.
+    all of them together have 2**25 elements divided by the number of steps. Warm-up steps are
+    exact, and the last one feeds random values.
 
     Each step has another ``torch.set_float32_matmul_precision``, as in 22.2: random gradients have
     "medium" here, and "medium" and "high" there. Under "medium" CPUs with instructions for bfloat16

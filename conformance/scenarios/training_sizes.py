@@ -7,7 +7,7 @@ tensors in one, cannot lie beyond sizes that are drawn: see ``draw_network`` and
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
@@ -96,39 +96,27 @@ def draw_vast(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=tuple(params), period=_draw_period(numbers))
 
 
-def draw_smaller(
-    scenario: Scenario, most: int, numbers: random.Random, dtypes: Sequence[str] = ()
-) -> Scenario:
+def draw_smaller(scenario: Scenario, most: int, numbers: random.Random) -> Scenario:
     """Draw smaller sizes, for subjects that run for many steps and are recorded in full.
 
     There are two transformer layers with a width of 8 to 16, three convolutions, 12 to 16 tensors
-    of 10**3 elements up to a 30th of ``most``, one of the larger half of which is the weight of a
-    convolution in channels_last, and a matrix and a vector that each have a fifth to a quarter of
-    ``most``. Each of ``dtypes`` has two tensors of 1,000
-    elements up to a 20th of ``most``, one from each half of the range of logarithms; DDP gives each
-    dtype a bucket of its own. ``many_buckets`` has 65 to 100 buckets of 33 elements up to a 20th of
+    of 10**3 elements up to a 30th of ``most``, and a matrix and a vector that each have a fifth to
+    a quarter of ``most``. ``many_buckets`` has 65 to 100 buckets of 33 elements up to a 20th of
     ``most``.
 
     Args:
         scenario: ``network`` or ``many_buckets``.
         most: the largest number of elements of all parameters together.
         numbers: draws.
-        dtypes: the dtypes of ``network`` beside float32.
     """
     if scenario.name == _MANY_BUCKETS.name:
         sizes = sizes_between(33, most // 20, 65, 100, numbers)
         numbers.shuffle(sizes)
         return replace(scenario, params=tuple(_any_shape(numbers, size) for size in sizes))
-    sizes = sizes_between(1000, most // 30, 12, 16, numbers)
-    many = [_any_shape(numbers, size) for size in sizes]
-    place = numbers.randrange(len(sizes) // 2, len(sizes))
-    many[place] = _convolution(numbers, sizes[place])
+    many = [_any_shape(numbers, n) for n in sizes_between(1000, most // 30, 12, 16, numbers)]
     rows = numbers.randint(100, 200)
     many.append(Param((numbers.randint(most // 5, most // 4) // rows, rows)))
     many.append(Param((prime_from(numbers.randint(most // 5, most // 4)),)))
-    for dtype in dtypes:
-        pair = sizes_between(1000, most // 20, 2, 2, numbers)
-        many += [replace(_any_shape(numbers, size), dtype=dtype) for size in pair]
     modules = [*_transformer(2, numbers.randint(8, 16)), *_convolutions(3, numbers)]
     for param in many:
         modules.insert(numbers.randrange(len(modules) + 1), [param])
@@ -184,12 +172,6 @@ def _any_shape(numbers: random.Random, size: int) -> Param:
         return Param((size,))
     layout = numbers.choice(("contiguous", "transposed"))
     return Param((size // width, width), layout=layout)
-
-
-def _convolution(numbers: random.Random, size: int) -> Param:
-    """Return the weight of a convolution in channels_last, of nearly as many elements."""
-    channels = numbers.randint(3, 16)
-    return Param((size // (9 * channels), channels, 3, 3), layout="channels_last")
 
 
 def _transformer(layers: int, width: int) -> list[list[Param]]:

@@ -18,7 +18,6 @@ _LEVEL_KINDS = {"normal": "level", "crafted": "level", "constant": "level_consta
 # Elements of all parameters together, times steps: results of so many are recorded and judged in
 # full within some seconds.
 _RESULTS = 1 << 25
-_OTHER_DTYPES = ("float16", "bfloat16", "float64")
 # A step of 2**24 elements takes long: as few as leave at most this share of the gradients' norm,
 # and at most four. A mean that is left out, doubled or not communicated is off by 0.88 or more.
 _VAST_LEFT = 0.82
@@ -41,8 +40,7 @@ def draw_smaller_sizes(scenario: Scenario, claims: Claims) -> Scenario:
     if claims.lossy == LOCAL:
         most = 1 << 20  # weights are solved for each bucket and step
     scenario = replace(scenario, steps=steps, folded="")
-    dtypes = tuple(name for name in _OTHER_DTYPES if not claims.dtypes or name in claims.dtypes)
-    return draw_smaller(scenario, most, generator(scenario, "smaller"), dtypes)
+    return draw_smaller(scenario, most, generator(scenario, "smaller"))
 
 
 def repeat_vast_steps(scenario: Scenario, claims: Claims) -> Scenario:

@@ -1,5 +1,5 @@
 """Mutants that are right on WORLD, or for crafted values, until their warm-up ends, and mutants
-with feedback that mix two models in one backward or lose other dtypes in large buckets.
+with feedback that mix two models in one backward.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from tests.mutants._helpers import (
     Result,
     average,
     average_of,
-    completed,
     finite,
     group_of,
     is_dense,
@@ -191,42 +190,6 @@ def places_of_the_latest_call(state: DrawnHalf, bucket: Bucket) -> Result:
     return average_of(sent, state.group).then(spread)
 
 
-# Large buckets of other dtypes
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def large_halves_undivided(state: Halving, bucket: Bucket) -> Result:
-    """Sum buckets of half precision from 4,096 elements on, and do not divide."""
-    buffer = bucket.buffer()
-    if buffer.dtype not in _HALVES or buffer.numel() < 4096:
-        return _send_half(state, bucket)
-    value = state.with_residuals(bucket)
-    sent = _half_of(value)
-    state.keep(bucket, value - sent)
-    return sum_of(sent, state.group)
-
-
-def large_doubles_lose_the_rest(state: Halving, bucket: Bucket) -> Result:
-    """Drop the residual of float64 buckets of more than 2,000 elements."""
-    buffer = bucket.buffer()
-    if buffer.dtype == torch.float64 and buffer.numel() > 2000 and is_dense(bucket):
-        return average_of(_half_of(buffer), state.group)
-    return _send_half(state, bucket)
-
-
-def large_bfloat16_stays_local(state: Halving, bucket: Bucket) -> Result:
-    """Send nothing of bfloat16 buckets of more than 5,000 elements but the first quarter."""
-    buffer = bucket.buffer()
-    if buffer.dtype != torch.bfloat16 or buffer.numel() <= 5000:
-        return _send_half(state, bucket)
-    value = state.with_residuals(bucket)
-    sent = _half_of(value)
-    state.keep(bucket, value - sent)
-    first = average_of(sent[: len(sent) // 4].clone(), state.group).wait()
-    return completed(torch.cat([first, torch.zeros_like(sent[len(sent) // 4 :])]))
-
-
 _FEEDBACK = "compressed(delta=0.5)"
 _STATE = f"{__name__}:Halving"
 _DRAWN = f"{__name__}:DrawnHalf"
@@ -244,7 +207,4 @@ MUTANTS = [
     Mutant("warm_up_of_large_buckets_in_half", ("22.1",), *_WARM),
     Mutant("residual_of_the_latest_call", ("11.7",), _FEEDBACK, _STATE),
     Mutant("places_of_the_latest_call", ("11.7",), "compressed(delta=0.25)", _DRAWN),
-    Mutant("large_halves_undivided", ("22.1",), _FEEDBACK, _STATE),
-    Mutant("large_doubles_lose_the_rest", ("22.1",), _FEEDBACK, _STATE),
-    Mutant("large_bfloat16_stays_local", ("22.1",), _FEEDBACK, _STATE),
 ]
