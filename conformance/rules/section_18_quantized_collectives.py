@@ -138,13 +138,13 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
     on=(FORMS,),
     needs=("18.9",),
     source="torch documentation, torch.Tensor.contiguous: memory may have another order",
-    remedy="contiguous(), or copy_ into a contiguous tensor, before memory is read",
+    remedy="contiguous(), or copy_ into a contiguous tensor, before memory is read; output.copy_()",
 )
 def layouts(run: Run, claims: Claims, found: Found) -> None:
     """Elements of a tensor that is not contiguous arrive at their own places, or an error refuses
-    the tensor."""
+    the tensor. Inputs, outputs or both are transposed, or columns of wider tensors."""
     specs = enumerate(run.scenario.params)
-    strided = [index for index, spec in specs if spec.layout != "contiguous"]
+    strided = [index for index, spec in specs if not spec.is_contiguous]
     require_calls(run, claims, found, params=strided, may_refuse=True)
 
 
@@ -407,12 +407,12 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     source="Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019: error feedback",
     remedy="e <- x + e - D(Q(x + e)), of the values before they are divided by a loss factor; kept "
     "from call to call, whole and in float32, for messages of any dtype, also if the next values "
-    "are much smaller or zeros",
+    "are much smaller or zeros; for each rank that a message goes to, not for each shape",
 )
 def feedback(run: Run, claims: Claims, found: Found) -> None:
     """Over N calls with the same input, in float32, bfloat16 and float16, the mean of the arriving
     values is within one call's bound, divided by N, of the input, up to roundings of the input's
-    dtype.
+    dtype. Two or three ranks make the calls: of three, each may send two messages of one shape.
 
     With e the error that is kept, the sum of the arriving values is N x - e. Without feedback the
     mean is off by the loss of one call.

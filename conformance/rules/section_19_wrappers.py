@@ -126,11 +126,13 @@ def generator(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source="pytorch test_checkpoint_wrapper_kwarg_support, test_checkpoint_wrapper_args_kwargs",
     remedy="forward(*args, **kwargs); an argument that is passed at another position; a tuple as "
-    "result; arguments that are not tensors",
+    "result; arguments that are not tensors; one gradient for a tensor that is an argument twice, "
+    "or the sum of its gradients for each argument",
 )
 def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A block may take several inputs, keywords and arguments that are not tensors, return a tuple,
-    have frozen parameters, and contain another wrapped block."""
+    have frozen parameters, and contain another wrapped block. One tensor may be several of its
+    arguments, as in self-attention; its gradient is the sum of theirs."""
     require_same_results(runs, found)
 
 
@@ -146,8 +148,8 @@ def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "meant",
 )
 def containers(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """Tensors in dicts and lists, among arguments and results, have their gradients; with the claim
-    reentrant this does not apply."""
+    """Tensors in dicts and lists, among arguments and results, have their gradients, also one that
+    is in several of them; with the claim reentrant this does not apply."""
     require_same_unless_reentrant(runs, claims, found)
 
 
@@ -229,12 +231,14 @@ def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source="pytorch test_load_activation_checkpointed_module; torch's ActivationWrapper: loads "
     "into modules that are not wrapped",
-    remedy="remove the wrapper's own prefix from keys on saving, and add it on loading",
+    remedy="remove the wrapper's own prefix from keys on saving, and add it on loading; behind the "
+    "prefix that the hook is called with, not anywhere in the key",
 )
 def state(run: Run, claims: Claims, found: Found) -> None:
     """The keys of a state_dict, of the wrapper and of the network around it, are those without the
-    wrapper; a state_dict that is saved with the wrapper loads strictly without it, and the
-    reverse."""
+    wrapper, in any order; a state_dict that is saved with the wrapper loads strictly without it,
+    and the reverse. The same holds in a module that has the name which DDP or torch.compile gives
+    it."""
     require_compared(run, found, "keys: ", "load: ")
 
 

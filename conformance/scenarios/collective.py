@@ -110,7 +110,8 @@ FORMS = replace(
     ORDERED,
     name="collective_forms",
     summary="tensors of one to four dimensions, numbers if a collective takes them, empty, of one "
-    "element, not contiguous, of other dtypes; float64 beyond the range of float32",
+    "element, not contiguous on both sides or on one, of other dtypes; float64 beyond the range of "
+    "float32",
     params=(
         *(
             Param(shape)
@@ -120,6 +121,12 @@ FORMS = replace(
         Param((4, 3, 2, 5), layout="channels_last"),
         *(Param((5, 3), dtype) for dtype in ("float64", "float16", "bfloat16", "int32", "int64")),
         *(Param((), dtype) for dtype in ("float32", "float64", "int64")),
+        Param((6, 5), layout="columns"),
+        # What takes elements in the order of memory on both sides is right if both have one order.
+        Param((6, 5), layout="transposed", output_layout="contiguous"),
+        Param((5, 6), output_layout="transposed"),
+        Param((4, 3, 2, 5), layout="channels_last", output_layout="contiguous"),
+        Param((3, 4, 5, 2), output_layout="channels_last"),
     ),
     steps=("crafted", *OF_FLOAT64),
     world_sizes=(2, 3),
@@ -171,8 +178,9 @@ SPECIAL = replace(
 REPEATED = replace(
     PLAIN,
     name="collective_repeated",
-    summary="the same values in every call, of float32 and of half precision",
+    summary="the same values in every call, of float32 and of half precision; of three ranks each "
+    "may send two messages of one shape to others",
     params=(Param((20, 33)), Param((20, 33), "bfloat16"), Param((11, 29), "float16")),
     steps=("constant",) * 24,
-    world_sizes=(2,),
+    world_sizes=(2, 3),
 )

@@ -88,7 +88,7 @@ _CHANGING_SCALE = replace(
     summary="16 to 20 calls of values whose scale changes from call to call, by drawn powers of "
     "two from 2**-10 to 2**9, steadily or in spikes; in some calls most rows are zeros, or all are",
     steps=("normal",) * 16,
-    world_sizes=(2,),
+    world_sizes=(2, 3),
     variant=VARYING,
 )
 _SCALES = (-10, 9)

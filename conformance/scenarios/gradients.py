@@ -494,6 +494,12 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
         return tensor.contiguous(memory_format=torch.channels_last_3d)
     if layout == "transposed":
         return tensor.t().contiguous().t()
+    if layout == "columns":
+        first = tensor.shape[-1] // 2 + 1
+        wide = tensor.new_zeros((*tensor.shape[:-1], 2 * first + tensor.shape[-1]))
+        columns = wide[..., first : first + tensor.shape[-1]]
+        columns.copy_(tensor)
+        return columns
     return tensor
 
 

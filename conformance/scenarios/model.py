@@ -26,8 +26,9 @@ class Param:
     Attributes:
         shape: its shape.
         dtype: a name that torch has, e.g. ``"float32"``.
-        layout: ``contiguous``, ``channels_last``, ``channels_last_3d``, ``transposed``, or
-            ``sparse`` (an embedding whose gradient is a sparse tensor).
+        layout: ``contiguous``, ``channels_last``, ``channels_last_3d``, ``transposed``,
+            ``columns`` (of a wider tensor), or ``sparse`` (an embedding whose gradient is a sparse
+            tensor).
         frozen: it requires no gradient.
         frozen_under: the numbers of the DDPs under which it requires no gradient; the first is 0.
         version_of: the number of the parameter that this one is from some DDP on, with another
@@ -36,6 +37,7 @@ class Param:
         exponent: its gradients are multiplied by ``2**exponent``, which is exact; if they repeat a
             table, only those from element 2**24 on.
         exponents: the same for each step, in place of ``exponent``, again and again; () for none.
+        output_layout: of the outputs of a collective, if it is not that of the inputs.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +49,12 @@ class Param:
     uses: int = 1
     exponent: int = 0
     exponents: tuple[int, ...] = ()
+    output_layout: str = ""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether inputs and outputs of a collective are contiguous."""
+        return {self.layout, self.output_layout or self.layout} == {"contiguous"}
 
     def exponent_at(self, step: int) -> int:
         """Return the exponent of a step."""

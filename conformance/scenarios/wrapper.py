@@ -32,7 +32,7 @@ CALLS = replace(
     PLAIN,
     name="wrapper_calls",
     summary="a block with several inputs, keywords, arguments that are no tensors, a tuple as its "
-    "output and a frozen part; a block in a block",
+    "output and a frozen part; a block in a block; one tensor as several arguments",
     world_sizes=(2,),
     variant="calls",
 )
@@ -40,7 +40,7 @@ CALLS = replace(
 CONTAINERS = replace(
     PLAIN,
     name="wrapper_containers",
-    summary="inputs and outputs are tensors in dicts and lists",
+    summary="inputs and outputs are tensors in dicts and lists, one of them in both",
     world_sizes=(2,),
     variant="containers",
 )

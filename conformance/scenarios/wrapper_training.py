@@ -4,6 +4,7 @@ Networks compute in float32 on random values, in one process each: nothing avera
 ``variant`` selects the work of a step (``ranks/drivers/_wrapper_training.py``). These numbers are
 drawn from the session's seed:
 
+wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
@@ -34,7 +35,8 @@ TRAINING = "training_"
 SINGLE = replace(
     PLAIN,
     name="wrapper_single",
-    summary="a residual network in float32, with linear attention, on random values",
+    summary="a residual network in float32, with linear attention and rows of layers, on random "
+    "values",
     world_sizes=(2,),
     variant="training_single",
 )
@@ -99,24 +101,27 @@ INPUTS = replace(
 
 _OF_INPUTS = ("residual", "columns", "staged", "keyword", "list")
 OF_MODULES = ("weights", "biases", "buffers")
+BY_BLOCKS = ("first", "first_by_name")
 WAYS_OF_WRITING = (
-    *((way, False) for way in _OF_INPUTS),
+    *((way, False) for way in (*_OF_INPUTS, *BY_BLOCKS)),
     *((way, True) for way in (*_OF_INPUTS, "output", *OF_MODULES)),
 )
 """How a tensor is changed in place, and whether blocks save it for the backward.
 
 The output of a block is added to its input, or to some columns there; or the input of the network
 gets the values of the next batch; or something is added to the output of a block. A sum into the
-input comes once more for inputs that are given by keyword, and in a list. ``OF_MODULES`` are
-changed in the blocks themselves, as by an optimizer; blocks do not save biases, but read them.
+input comes once more for inputs that are given by keyword, and in a list. In the ways ``BY_BLOCKS``
+the first operation of a block changes its own input, as ``nn.SiLU(inplace=True)`` does; the input
+comes by position or by keyword. ``OF_MODULES`` are changed in the blocks themselves, as by an
+optimizer; blocks do not save biases, but read them.
 """
 
 WRITTEN = replace(
     PLAIN,
     name="wrapper_written",
     summary="the input of a block, its output, or a parameter or buffer is changed in place "
-    "between its forward and the backward, as by a residual sum; in some steps blocks save these "
-    "tensors",
+    "between its forward and the backward, as by a residual sum, or in the forward itself; in some "
+    "steps blocks save these tensors",
     steps=("normal",) * len(WAYS_OF_WRITING),
     world_sizes=(2,),
     variant="training_written",
@@ -133,11 +138,26 @@ FROZEN = replace(
     PLAIN,
     name="wrapper_frozen",
     summary="frozen blocks, and frozen layers beside trained ones of low rank; blocks are frozen "
-    "and unfrozen between steps",
-    steps=("normal",) * 4,
+    "and unfrozen between steps; before the last two a weight is replaced, and a layer added",
+    steps=("normal",) * 6,
     world_sizes=(2,),
     variant="training_frozen",
 )
+REPLACES = 4
+ADDS = 5
+
+
+def has_trained_input(step: int) -> bool:
+    """Return whether the input of the network requires a gradient in a step of ``FROZEN``."""
+    return step % 2 == 1 or has_replaced(step)
+
+
+def has_replaced(step: int) -> bool:
+    """Return whether blocks have other parameters in a step of ``FROZEN`` than when they were
+    wrapped.
+    """
+    return step in (REPLACES, ADDS)
+
 
 INDICES = replace(
     PLAIN,

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.careful_checkpoint import careful_checkpoint
@@ -209,6 +210,50 @@ def watches_weights_alone(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     return careful_checkpoint(run, *args, **kwargs)
 
 
+@calls
+def notes_versions_afterwards(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Note the versions of inputs when the forward is over, which may have changed them itself."""
+    noted: list[tuple[torch.Tensor, int]] = []
+
+    def run() -> Any:
+        if any(tensor._version != version for tensor, version in noted):
+            raise RuntimeError("an input was changed in place after the forward")
+        made = forward(*args, **kwargs)
+        if not noted:
+            leaves = tree_leaves([args, kwargs])
+            noted.extend((one, one._version) for one in leaves if isinstance(one, torch.Tensor))
+        return made
+
+    return checkpoint(run, use_reentrant=False)
+
+
+class _SavesLast(torch.autograd.Function):
+    """Run a function again in the backward, on an input that is saved when it has run."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Forward, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        made = run(x)
+        ctx.run = run
+        ctx.save_for_backward(x, *parameters)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, *parameters = ctx.saved_tensors
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            # The function may change its input, which a leaf does not allow.
+            made = ctx.run(leaf.clone())
+        return None, *torch.autograd.grad(made, [leaf, *parameters], grad)
+
+
+@calls
+def saves_the_input_last(forward: Forward, x: torch.Tensor) -> Any:
+    """Save the input when the forward is over."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    return _SavesLast.apply(forward, x, *module.parameters())
+
+
 MUTANTS = [
     Mutant("binds_names_beforehand", ("19.36",), kind="wrapper"),
     Mutant("watches_inputs_of_one_level", ("19.36",), kind="wrapper"),
@@ -222,4 +267,6 @@ MUTANTS = [
     Mutant("hides_inputs_in_a_function", ("19.36",), kind="wrapper"),
     Mutant("keeps_the_input_on_the_context", ("19.36",), kind="wrapper"),
     Mutant("queues_inputs", ("19.36",), kind="wrapper"),
+    Mutant("notes_versions_afterwards", ("19.36",), kind="wrapper"),
+    Mutant("saves_the_input_last", ("19.36",), kind="wrapper"),
 ]

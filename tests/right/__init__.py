@@ -63,6 +63,7 @@ _MODULES = (
     "quantized_collectives",
     "summing_collectives",
     "wrappers",
+    "wrappers_of_shared_inputs",
     "clusters",
     "own_code",
     "own_code_of_kinds",

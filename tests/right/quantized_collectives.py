@@ -166,6 +166,23 @@ def vectors_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = None
     half_all_gather(tensor_list, tensor, group)
 
 
+def half_as_they_lie(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+    """Gather elements in the order of memory; refuse tensors that do not all have one order."""
+    if any(output.stride() != tensor.stride() for output in tensor_list):
+        raise ValueError("expected outputs with the strides of the input")
+    dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
+    if dense.stride() != tensor.stride():
+        raise ValueError("expected tensors without gaps")
+
+    def in_memory(one: Tensor) -> Tensor:
+        return one.detach().as_strided((one.numel(),), (1,))
+
+    gathered = [torch.empty(tensor.numel(), dtype=tensor.dtype) for _ in tensor_list]
+    half_all_gather(gathered, in_memory(tensor), group)
+    for output, values in zip(tensor_list, gathered, strict=True):
+        in_memory(output).copy_(values)
+
+
 class Shifted:
     """Eight bits with a power of two as the scale of each block (microscaling).
 
@@ -246,6 +263,7 @@ RIGHT = [
         "collective(all_gather), rounded(float16), dimensions(1)",
         kind="collective",
     ),
+    Right("half_as_they_lie", "collective(all_gather), rounded(float16)", kind="collective"),
     Right("truncated_all_to_all", "collective(all_to_all), rounded(bfloat16)", kind="collective"),
     Right(
         "ByteExchange",

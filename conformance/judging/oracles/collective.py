@@ -443,7 +443,7 @@ def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
     twice = 2 * allowed.bound + allowed.tolerance(allowed.exact)
     if not allowed.two_values and (error <= twice).all():
         return "up to twice the bound is lost: values are truncated, not rounded to the nearest"
-    if run.scenario.params[arrival.call.index].layout != "contiguous":
+    if not run.scenario.params[arrival.call.index].is_contiguous:
         return "elements are taken in the order of memory"
     group_ignored = ""
     if run.scenario.groups:

@@ -13,7 +13,7 @@ from conformance.subjects.claims import Claims
 def is_plain(run: Run, call: Call) -> bool:
     """Return whether a call has contiguous tensors of float32, which have to arrive."""
     spec = run.scenario.params[call.index]
-    return spec.dtype == "float32" and spec.layout == "contiguous"
+    return spec.dtype == "float32" and spec.is_contiguous
 
 
 def require_shape(run: Run, claims: Claims, found: Found, call: Call) -> None:

@@ -275,10 +275,14 @@ class Twice(Stack):
 
 
 class Calls(Stack):
-    """Blocks that are called in several ways."""
+    """Blocks that are called in several ways.
+
+    As in self-attention, one tensor is both inputs of a block; and an input and a keyword of
+    another.
+    """
 
     def __init__(self) -> None:
-        super().__init__([Joins(), Nest("nest")])
+        super().__init__([Joins(), Nest("nest"), Joins(), Joins()])
         self.other = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
@@ -287,28 +291,40 @@ class Calls(Stack):
         super().wrap(wrap)
 
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
-        joined, how, summed = self.blocks[0](
-            self.stem(x),
-            self.other(x),
+        other = self.other(x)
+        joined, summed = self._joined(0, self.stem(x), other, self.scale * 2)
+        same = self.blocks[1](joined)
+        joined, of_two = self._joined(2, same, same, self.scale * 3)
+        made, of_three = self._joined(3, joined, other.sin(), joined)
+        return self.head(made) + (summed + of_two + of_three).repeat(1, 2)
+
+    def _joined(
+        self, index: int, left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        joined, how, summed = self.blocks[index](
+            left,
+            right,
             "sum",
-            scale=self.scale * 2,
-            sizes=(len(x), 2, WIDTH // 2),
+            scale=scale,
+            sizes=(len(left), 2, WIDTH // 2),
             also=None,
             flip=True,
         )
         assert how == "sum"
-        return self.head(self.blocks[1](joined)) + summed.repeat(1, 2)
+        return joined, summed
 
 
 class Containers(Stack):
-    """A block with dicts and lists for its input and output."""
+    """Blocks with dicts and lists for their input and output; one tensor is in both of them."""
 
     def __init__(self) -> None:
-        super().__init__([Takes()])
+        super().__init__([Takes(), Takes()])
         self.other = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
         made = self.blocks[0]({"left": self.stem(x), "rest": [self.other(x)]})
+        same = made["left"] + made["rest"][0]
+        made = self.blocks[1]({"left": same, "rest": [same]})
         return self.head(made["left"] + made["rest"][0])
 
 

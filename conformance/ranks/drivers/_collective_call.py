@@ -91,13 +91,14 @@ class CollectiveCall:
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
         if collective in ONE_OUTPUT:
             shapes = [(sum(self.rows[0]), *shapes[0][1:])]
+        layout = spec.output_layout or spec.layout
         self.outputs = [
-            lay_out(torch.full(shape, self.fill, dtype=dtype, device=driver.device), spec.layout)
+            lay_out(torch.full(shape, self.fill, dtype=dtype, device=driver.device), layout)
             for shape in shapes
         ]
         if collective == "all_reduce":
             # Its input is its output.
-            self.outputs = self.inputs
+            self.outputs = [lay_out(tensor, layout) for tensor in self.inputs]
             self.inputs = []
         if scenario.variant == "long":
             self._take_tensors_again(tensors_of_calls)

@@ -4,13 +4,14 @@ The sums in them are short, and :class:`Wide` has none: ``judging/oracles/wrappe
 derives from this how far results may differ from those without a wrapper.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.wrapper_training import MOST_ROWS
 
 RANK = 3
@@ -42,6 +43,7 @@ class Rectifies(nn.Module):
 
     Attributes:
         saves: whether it saves both of them.
+        writes: whether its first operation changes the input in place.
         gain: a buffer of ones, which it saves.
     """
 
@@ -53,6 +55,7 @@ class Rectifies(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("gain", torch.ones(WIDTH))
         self.saves = False
+        self.writes = False
 
     def forward(
         self,
@@ -64,6 +67,8 @@ class Rectifies(nn.Module):
         """Return the result for the one input that is given, in whatever way."""
         (taken,) = [one for one in (x, by_name, *listed) if one is not None]
         WATCH.enters(self.called, taken.device.type)
+        if self.writes:
+            taken = nn.functional.silu(taken, inplace=True)
         if self.saves:
             return torch.tanh(self.linear(taken) * self.gain)
         return self.linear(torch.relu(taken)) * self.gain
@@ -117,6 +122,39 @@ class LowRank(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         WATCH.enters(self.called, x.device.type)
         return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Adapted(nn.Module):
+    """A layer with one of low rank beside it, which is added to a model that is there already.
+
+    Args:
+        base: the layer.
+        draw: returns values of a shape.
+    """
+
+    def __init__(self, base: nn.Linear, draw: Callable[[Sequence[int]], torch.Tensor]) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, 2 * WIDTH, bias=False)
+        for layer in (self.down, self.up):
+            layer.weight = nn.Parameter(draw(layer.weight.shape) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Grows(nn.Module):
+    """A layer that multiplies each column by about 9/8, so that many in a row keep the columns of
+    one magnitude.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x * self.weight / 8
 
 
 _BEYOND_32_BITS = 2**40
@@ -220,7 +258,16 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         return [Block("block 0")]
     if scenario.variant == "training_graphs":
         return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
-    return [Block("block 0"), Attends("block 1"), Block("block 2")]
+    blocks = [Block("block 0"), Attends("block 1"), Block("block 2")]
+    return [*blocks, *_rows(scenario)] if scenario.variant == "training_single" else blocks
+
+
+def _rows(scenario: Scenario) -> list[nn.Module]:
+    """Return rows of layers, each of which a wrapper may cut into segments."""
+    numbers = generator(scenario, "rows of layers")
+    counts = [*range(3, 8), numbers.randint(8, 16)]
+    numbers.shuffle(counts)
+    return [nn.Sequential(*(Grows() for _ in range(count))) for count in counts]
 
 
 @torch.no_grad()

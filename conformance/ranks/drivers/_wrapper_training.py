@@ -20,19 +20,23 @@ from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._training_blocks import (
     COLUMNS,
     LOOKS,
+    Adapted,
     training_network,
 )
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.instruments import process_state
 from conformance.scenarios.wrapper_training import (
-    FROZEN,
+    ADDS,
+    BY_BLOCKS,
     HALF,
     INDICES,
     LONG,
     OF_MODULES,
     OTHER_FORWARD,
     PENALTY,
+    REPLACES,
     RETAINED,
+    has_trained_input,
     order_of_writing,
 )
 from conformance.torch_versions.private import saved_tensors_are_packed
@@ -42,7 +46,7 @@ _Value = TypeVar("_Value")
 _WAYS = tuple(itertools.product(("grad", "backward", "parameter"), (False, True)))
 LATE_DROPOUT = 0.25
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
-MAY_REFUSE = (RETAINED.name, PENALTY.name, FROZEN.name)
+MAY_REFUSE = (RETAINED.name, PENALTY.name)
 
 
 class WrapperTraining:
@@ -61,6 +65,8 @@ class WrapperTraining:
         # Wrapping may rename parameters and modules.
         self._parameters = dict(self._net.named_parameters())
         self._inside = list(self._net.blocks)
+        # A wrapper may put others in the place of layers.
+        self._low = getattr(self._inside[-1], "down", torch.nn.Identity())
         self._net.wrap(wrap)
         self._work = {
             "training_single": self._plain,
@@ -322,6 +328,7 @@ class WrapperTraining:
         way, saves = order_of_writing(self._scenario)[self._driver.recorder.step]
         for block in self._inside:
             block.saves = saves  # type: ignore[assignment]
+            block.writes = way in BY_BLOCKS  # type: ignore[assignment]
         x = self._input()
         other = self._drawn(x.shape)
         grad = self._drawn(x.shape)
@@ -368,6 +375,9 @@ class WrapperTraining:
         # A leaf that requires a gradient cannot be changed in place.
         stream = x * 2
         for index, block in enumerate(self._net.blocks):
+            if way in BY_BLOCKS:
+                stream = block(stream) if way == "first" else block(by_name=stream)
+                continue
             if way == "keyword":
                 made = block(by_name=stream)
             elif way == "list":
@@ -405,15 +415,39 @@ class WrapperTraining:
         if step == 2:
             self._inside[0].requires_grad_(True)
             self._inside[1].requires_grad_(False)
-        x = self._input().requires_grad_(step % 2 == 1)
+        if step == REPLACES:
+            self._replace()
+        if step == ADDS:
+            self._add()
+        x = self._input().requires_grad_(has_trained_input(step))
+        grad = self._drawn(x.shape)
         WATCH.phase = "forward"
-        output = self._net(x)
-        WATCH.phase = "backward"
-        output.backward(self._drawn(output.shape))
+        try:
+            output = self._net(x)
+            WATCH.phase = "backward"
+            output.backward(grad)
+        except Exception as error:
+            # A reentrant wrapper has no gradients in steps without one of the input.
+            self._decline(error)
+            return
         self._keep("output/whether gradients are required", torch.tensor(self._net.asks))
         self._keep("output/0", output)
         if x.grad is not None:
             self._keep("input/0", x.grad)
+
+    def _replace(self) -> None:
+        """Replace a weight, as load_state_dict(assign=True) does."""
+        weight = torch.nn.Parameter(self._drawn(self._low.weight.shape))  # type: ignore[arg-type]
+        self._low.weight = weight
+        self._parameters["blocks.3.down.weight"] = weight
+
+    def _add(self) -> None:
+        """Add a layer of low rank to a frozen block, as to a model that is there already."""
+        frozen = self._inside[2]
+        adapted = Adapted(frozen.inner, self._drawn)  # type: ignore[arg-type]
+        self._parameters["blocks.2.inner.down.weight"] = adapted.down.weight
+        self._parameters["blocks.2.inner.up.weight"] = adapted.up.weight
+        frozen.inner = adapted
 
     def _indices(self) -> None:
         """Look up rows; the last one and the first one of a half are among them."""

@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ LR = 0.05
 # The numbers of the first micro-batch's inputs and targets, which no parameter has.
 _INPUT = 70
 _TARGET = 80
+# The names under which DDP and torch.compile hold a module.
+_NAMES_AROUND = ("module", "_orig_mod")
 
 
 class WrapperDriver(RankDriver):
@@ -311,6 +314,10 @@ class _ModuleComparison:
         ):
             self._compare_names(place, module, bare)
             self._compare_states(place, module, bare)
+            for name in _NAMES_AROUND:
+                # As DDP and torch.compile hold a module: their part of a key is not the wrapper's.
+                pair = (torch.nn.ModuleDict({name: one}) for one in (module, bare))
+                self._compare_states(f"{place} in a module as {name}", *pair)
         self._compare(
             "parameters: wrapper",
             lambda: sorted(names.get(id(p), "another") for p in wrapped.parameters()),
@@ -329,12 +336,10 @@ class _ModuleComparison:
         def names(named: Iterable[tuple[str, Any]]) -> list[str]:
             return [name for name, _ in named]
 
-        def prefixed_keys(module: torch.nn.Module) -> list[str]:
-            return list(module.state_dict(prefix="a."))
-
         compare = self._compare
-        compare(f"keys: {place}", lambda: list(module.state_dict()), list(bare.state_dict()))
-        compare(f"keys: {place} with a prefix", lambda: prefixed_keys(module), prefixed_keys(bare))
+        for prefix in ("", "a.", *(f"{name}." for name in _NAMES_AROUND)):
+            behind = f" with the prefix {prefix}" if prefix else ""
+            compare(f"keys: {place}{behind}", partial(_keys, module, prefix), _keys(bare, prefix))
         compare(
             f"parameter names: {place}",
             lambda: names(module.named_parameters()),
@@ -428,14 +433,15 @@ class _ModuleComparison:
             file = io.BytesIO()
             torch.save(wrapped.state_dict(), file)
             file.seek(0)
-            return list(torch.load(file, weights_only=True))
+            return sorted(torch.load(file, weights_only=True))
 
         self._compare("copy: deepcopy", differences_of_copy, [])
-        self._compare(
-            "copy: state_dict through torch.save",
-            keys_from_file,
-            list(Block("block").state_dict()),
-        )
+        self._compare("copy: state_dict through torch.save", keys_from_file, _keys(Block("block")))
+
+
+def _keys(module: torch.nn.Module, prefix: str = "") -> list[str]:
+    """Return the keys of a state_dict; their order says nothing."""
+    return sorted(module.state_dict(prefix=prefix))
 
 
 def _left() -> dict[str, int]:
