@@ -238,11 +238,12 @@ def kept(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.distributed.new_group; ranks in a group are not global "
     "ranks",
     remedy="model.process_group and its size in every collective; a global rank in place of a rank "
-    "in the group; a group, or its size, that is kept from the first model of the process",
+    "in the group; a group, or its size, that is kept from the first model, or by id(model)",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of a model on a subgroup are the means over its ranks, and every collective is on
-    that group. They are the means as well if the process has trained a model on WORLD before."""
+    that group. They are the means as well if the process has trained a model on WORLD before, which
+    is gone, and had the id() that the model has now."""
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only, and was run on WORLD")
         return
@@ -270,13 +271,15 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     remedy="one flat buffer for gradients of several dtypes; offsets after an empty or 0-d "
     "gradient; a collective, or p.grad = ..., that makes a channels_last gradient contiguous; "
     "tied weights that are found by their storage: views of one buffer share it, too, and one "
-    "without elements has the offset of the next one as well",
+    "without elements has the offset of the next one as well; a walk over modules that leaves out "
+    "the parameters of those with submodules, or visits a tied weight twice",
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of four dtypes in one model, 0-d, empty, channels_last and transposed ones, are
     means in their own dtype and layout; a frozen parameter has none. Gradients that are views of
     one flat buffer, as the parameters are of another one, are means, too; the values between the
-    views stay.
+    views stay. In the model of four dtypes drawn parameters lie in submodules, some of them beside
+    further submodules, and two submodules share one parameter, which counts once.
 
     There are two buffers for each dtype. The order of the views and the sizes of the gaps between
     them are drawn from the session's seed. Two views of each buffer of float32 have no elements:

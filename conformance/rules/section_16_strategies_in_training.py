@@ -10,7 +10,7 @@ from conformance.judging.common_rules import (
     raises_if_collective_fails,
     right_beside_own_numbers,
 )
-from conformance.judging.oracles.strategy import require_means
+from conformance.judging.oracles.strategy import record, require_means, steps
 from conformance.judging.oracles.strategy_buffers import require_buffers
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -20,6 +20,8 @@ from conformance.scenarios.failing_collectives import STRATEGY
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import STRATEGY as PROBE
+from conformance.scenarios.strategy import ACCUMULATED, FORMS, KEPT, PLAIN, RANKS, SHARED
+from conformance.scenarios.strategy_schedule import is_judged
 from conformance.scenarios.strategy_training import (
     ABANDONED,
     ADDED,
@@ -76,11 +78,14 @@ def large(run: Run, claims: Claims, found: Found) -> None:
     source="IEEE 754; float16 ends at 65,504; torch.amp.GradScaler, which looks for infinities in "
     "the synchronised gradients of every rank",
     remedy="a sum in float16 before the division; code that replaces NaN or infinities, or leaves "
-    "out ranks that have some; clipping",
+    "out ranks that have some; clipping; zeros that are taken for no gradient; a division by their "
+    "norm",
 )
 def special_values(run: Run, claims: Claims, found: Found) -> None:
     """NaN and infinities of any rank reach all ranks at their elements alone, the mean of float16
-    gradients near 40,000 is finite, and so are scaled ones, by 2**16 and 2**-24.
+    gradients near 40,000 is finite, and so are scaled ones, by 2**16 and 2**-24. Gradients that are
+    zeros on one rank count as any others do, and those that are zeros on all ranks stay zeros: an
+    optimizer skips a parameter without a gradient.
 
     The order of these values, and the rank that has them, are drawn from the session's seed.
     """
@@ -139,14 +144,16 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
-    "to True when the step ends, or broadcast buffers, each in its own dtype; neither sends any if "
+    "to True when the step ends, or broadcast model.buffers(), each in its own dtype: a list that "
+    "is kept lacks new ones, and state_dict() lacks some; neither sends any if "
     "model.broadcast_buffers is False",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
     of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
     counts in int64, int32 and uint8, a mask of bools, and complex numbers, where DDP sends these;
-    each forward changes them by numbers that are drawn for each rank.
+    each forward changes them by numbers that are drawn for each rank. The running statistics are
+    another tensor after each forward, and state_dict() lacks one of the counts.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own.
@@ -373,3 +380,39 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
 
 
 own_numbers = right_beside_own_numbers("16.37", (large, long_run), on=(PROBE,))
+
+
+@rule(
+    "16.39",
+    "The trainer's own things stay as they are",
+    on=(PLAIN, ACCUMULATED, RANKS, SHARED, KEPT, FORMS, FREEZING),
+    needs=("16.2",),
+    since="2.0",
+    source=f"{TORCH}: replicas begin with the same parameters, and the optimizer alone changes "
+    "them; torch.optim.Optimizer.step; torch.nn.Module.train, which sets the modes of all parts",
+    remedy="parameters that are sent again in a narrower dtype; model.train() or "
+    "requires_grad_(True) in place of the earlier modes; an optimizer's step() that is replaced "
+    "while micro-batches accumulate, and not put back",
+)
+def own_things(run: Run, claims: Claims, found: Found) -> None:
+    """When the last context of a step has ended, the parameters have the bits that the trainer gave
+    them, each has its requires_grad, and each module its mode, and step() of an optimizer runs.
+
+    The values of the parameters are drawn. Some submodules of one model are in evaluation mode.
+    """
+    for rank, step in steps(run):
+        if not is_judged(run.scenario, step):
+            continue
+        event = record(run, rank, step)
+        changed = event["changed"]
+        found.require(
+            not changed,
+            "parameters, requires_grad and modes as before",
+            f"rank {rank}, step {step}: {', '.join(changed[:3])} changed, {len(changed)} in all",
+        )
+        found.require(
+            set(event["steps_taken"]) == {1},
+            "one step of each optimizer by a call of step()",
+            f"rank {rank}, step {step}: {event['steps_taken']} steps",
+            "a method of the optimizer was replaced, and not put back",
+        )

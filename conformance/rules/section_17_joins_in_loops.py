@@ -2,6 +2,7 @@
 
 from conformance.judging.common_rules import require_error_of_collective
 from conformance.judging.oracles.join import (
+    NOT_A_JOINABLE,
     applies_to_context,
     is_context,
     members,
@@ -19,12 +20,14 @@ from conformance.judging.oracles.join_loops import (
     require_modes,
 )
 from conformance.judging.oracles.join_numbers import require_numbers
+from conformance.judging.oracles.join_outside import require_means_outside
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import JOINABLE as FAILING
 from conformance.scenarios.join_loop_draws import EVEN_ON_GROUPS, RAISES, loop_contexts
 from conformance.scenarios.joins_in_loops import ENTERED, MODES, TWO_GROUPS
+from conformance.scenarios.joins_in_training import NUMBERS
 from conformance.subjects.claims import Claims
 
 
@@ -161,3 +164,24 @@ def fails(run: Run, claims: Claims, found: Found) -> None:
     joinable whose post hook issues none.
     """
     require_error_of_collective(run, "the context", found)
+
+
+@rule(
+    "17.36",
+    "Steps before the first context average as those in it",
+    on=(NUMBERS,),
+    needs=("17.18",),
+    since="2.0",
+    source="torch documentation, torch.distributed.algorithms.join, Join.notify_join_context: "
+    "outside of a context it does nothing; an epoch with even inputs needs no context",
+    remedy="hooks, a group or a flag that join_hook() sets up, and without which a step keeps each "
+    "rank's own gradients",
+)
+def before_contexts(run: Run, claims: Claims, found: Found) -> None:
+    """In two steps of a new joinable, before any context, gradients are means or sums over all
+    ranks, as in the first context, which has even inputs; or an error on every rank refuses the
+    steps. The rule does not apply if gradients are neither there."""
+    if is_context(run):
+        found.does_not_apply(NOT_A_JOINABLE)
+        return
+    require_means_outside(run, found)

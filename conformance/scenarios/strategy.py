@@ -119,7 +119,7 @@ FORMS = replace(
     VIEWS,
     name="strategy_forms",
     summary="four dtypes in one model; channels_last, transposed, 0-d, empty and one-element "
-    "parameters, and a frozen one",
+    "parameters, and a frozen one; drawn submodules have them, and two have one of them",
     params=(
         *(
             Param(shape, dtype)
@@ -135,6 +135,7 @@ FORMS = replace(
     ),
     steps=("crafted", "normal"),
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
+    variant="forms",
 )
 
 FLAT = replace(

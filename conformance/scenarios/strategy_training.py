@@ -27,7 +27,7 @@ SPECIAL = replace(
     PLAIN,
     name="strategy_special",
     summary="NaN and infinities on any rank, small and large gradients of float16 whose sum "
-    "overflows, and scaled ones, in a drawn order",
+    "overflows, scaled ones, and zeros on one rank or on all, in a drawn order",
     params=(
         *_PARAMS,
         Param((13,), "float64"),
@@ -36,7 +36,7 @@ SPECIAL = replace(
         Param((19,), exponent=16),
         Param((23,), exponent=-24),
     ),
-    steps=("limit", "nan", "inf", "crafted"),
+    steps=("limit", "nan", "inf", "zero_one", "zero_all", "crafted"),
     world_sizes=(2, 3),
     variant="special",
     prerequisite="strategy_accumulated",

@@ -255,6 +255,15 @@ class Averages(OnCpu):
         return Shadow(lambda: self.reduce([zero.zero_() for zero in zeros], 0.0), self.finish)
 
 
+class NeedsAContext(Averages):
+    """Refuse a step outside of a context, on every rank, before it computes anything."""
+
+    def step(self) -> None:
+        if not self._join_config.enable:
+            raise RuntimeError("there is no join context: an epoch needs one")
+        super().step()
+
+
 class Trains(DistributedDataParallel):
     """torch's DDP, with inputs of its own."""
 
@@ -278,5 +287,6 @@ RIGHT = [
     Right("Statistics,size=7", kind=KIND),
     Right("Gathers", kind=KIND),
     Right("Averages", kind=KIND),
+    Right("NeedsAContext", kind=KIND),
     Right("ddp", kind=KIND),
 ]

@@ -3,7 +3,8 @@
 They average by DDP itself, by collectives of all kinds, or during backward.
 """
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -260,6 +261,85 @@ def every_third_by_hand(model: Any, _calls: list[int] = []) -> AbstractContextMa
     return nullcontext()
 
 
+class PutsBack:
+    """Change everything of the trainer's within a context, and put it back: modes, requires_grad
+    and the methods of optimizers. Of an optimizer step() counts, and works as before.
+
+    The parameters are sent again as they are, and a gradient without elements is left out.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        # By id(): that of an optimizer that is gone may come again.
+        self.known: dict[int, weakref.ref[Any]] = {}
+        self.held: list[Any] = []
+
+    @contextmanager
+    def __call__(
+        self, model: Any, is_final_microbatch: bool, optimizers: list[Any]
+    ) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        for optimizer in optimizers:
+            known = self.known.get(id(optimizer))
+            if known is None or known() is not optimizer:
+                self.known[id(optimizer)] = weakref.ref(optimizer)
+                optimizer.step = partial(self.count, optimizer.step)
+        self.release()
+        if not is_final_microbatch:
+            self.held = [(optimizer, optimizer.step) for optimizer in optimizers]
+            for optimizer in optimizers:
+                optimizer.step = lambda *_, **__: None
+        others = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            with model.no_sync():
+                yield
+            if is_final_microbatch:
+                model.eval().requires_grad_(False)
+                self.finish(model)
+        finally:
+            for parameter, requires_grad in others.items():
+                parameter.requires_grad_(requires_grad)
+            for module, mode in modes:
+                module.training = mode
+
+    def count(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.steps += 1
+        return step(*args, **options)
+
+    def release(self) -> None:
+        for optimizer, step in self.held:
+            optimizer.step = step
+        self.held = []
+
+    def finish(self, model: Any) -> None:
+        group = model.process_group
+        root = dist.get_global_rank(group, 0)
+        for parameter in model.parameters():
+            if not parameter.numel():
+                parameter.grad = None
+                continue
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise TypeError("sparse gradients are not supported")
+            used = torch.tensor([int(parameter.grad is not None)])
+            dist.all_reduce(used, group=group)
+            if used:
+                _fill([parameter])
+                parameter.grad /= group.size()
+                dist.all_reduce(parameter.grad, group=group)
+            with torch.no_grad():
+                value = parameter.contiguous()
+                dist.broadcast(value, root, group=group)
+                parameter.copy_(value)
+        for buffer in model.buffers() if model.broadcast_buffers else ():
+            dist.broadcast(buffer, root, group=group)
+
+
+puts_back = PutsBack()
+
+
 RIGHT = [
     Right("torchs_no_sync", "all_used", kind="strategy"),
     Right("torchs_no_sync_where_ddp_searches", "find_unused", kind="strategy"),
@@ -269,6 +349,7 @@ RIGHT = [
     Right("Gathered", kind="strategy"),
     Right("through_one_rank", kind="strategy"),
     Right("in_backward", kind="strategy"),
+    Right("puts_back", kind="strategy"),
     Right("Accelerator,gradient_accumulation_steps=4", "counts(4), find_unused", kind="strategy"),
     Right("Accelerator,gradient_accumulation_steps=2", "counts(2), all_used", kind="strategy"),
     Right("every_third_by_hand", "counts(3), find_unused", kind="strategy"),

@@ -20,6 +20,8 @@ RIGHT = {
     "synchronises": True,
     "sent": [1, 64],
     "gradients": 64,
+    "changed": [],
+    "steps_taken": [1],
 }
 
 
@@ -127,6 +129,25 @@ Actual: rank 0, step 1: allreduce 4 float32 over ranks [0, 1, 2, 3]
 Likely cause: the model's process_group was not used
 Expected: at most twice the bytes of its gradients
 Actual: rank 0, step 0: 4.00 times the bytes of its gradients, in 4 collectives""",
+    )
+
+
+def test_things_of_the_trainer_are_described() -> None:
+    changed = ["the values of p0", "requires_grad of p1", "the mode of x", "the mode of y"]
+    assert refused("16.39", synchronised()) == ""
+    expecttest.assert_expected_inline(
+        refused("16.39", synchronised(changed=changed)),
+        """\
+Expected: parameters, requires_grad and modes as before
+Actual: rank 0, step 0: the values of p0, requires_grad of p1, the mode of x changed, 4 in
+    all""",
+    )
+    expecttest.assert_expected_inline(
+        refused("16.39", synchronised(steps_taken=[1, 0])),
+        """\
+Expected: one step of each optimizer by a call of step()
+Actual: rank 0, step 0: [1, 0] steps
+Likely cause: a method of the optimizer was replaced, and not put back""",
     )
 
 

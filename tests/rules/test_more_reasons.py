@@ -227,6 +227,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "results are estimates: each is judged by its distance from the mean",
         ),
         (
+            "17.36",
+            neither_means_nor_sums,
+            "",
+            "after even inputs its gradients are neither means nor sums over ranks",
+        ),
+        (
             "17.18",
             neither_means_nor_sums,
             "",

@@ -33,7 +33,7 @@ not been handed out, as a count of steps.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -68,9 +68,9 @@ def require_gradients_of_trainers(
         even_contexts: have even inputs, on different groups; gradients that are means or sums in
             one of them have to be so in all contexts.
     """
-    if not _have_shapes(run, found):
+    if not have_shapes(run, found):
         return
-    places = {member.context: list(_places(run, member.context)) for member in members(run)}
+    places = {member.context: places_of(run, _of(run, member.context)) for member in members(run)}
     if not places[0]:
         found.does_not_apply(NO_GRADIENTS)
         return
@@ -81,7 +81,7 @@ def require_gradients_of_trainers(
             place = f"{member}, step {at}, gradient of parameter {index}"
             found.require(False, "finite values", f"{place}: a value that is not finite")
             return
-    even = [way for context in even_contexts for way in _ways(run, places[context])]
+    even = [way for context in even_contexts for way in ways(run, places[context])]
     if not even:
         if not presumed:
             found.does_not_apply(OTHER_GRADIENTS)
@@ -102,7 +102,7 @@ def require_gradients_of_trainers(
             _require_gradient(run, fed, found, even[0], own)
 
 
-def _have_shapes(run: Run, found: Found) -> bool:
+def have_shapes(run: Run, found: Found) -> bool:
     """Require floating-point gradients of one shape on all ranks and in all steps of a context.
 
     Return whether they are; other gradients cannot be compared.
@@ -132,13 +132,13 @@ def _have_shapes(run: Run, found: Found) -> bool:
     return True
 
 
-def _ways(run: Run, places: list[Place]) -> list[bool]:
+def ways(run: Run, places: list[Place]) -> list[bool]:
     """Return True if gradients after even inputs are means, and False if they are sums."""
     size = len(places[0][0].group) if places else 0
     return [
         is_mean
         for is_mean, divisor in ((True, size), (False, 1))
-        if places and all(_fits(run, place, divisor) for place in places)
+        if places and all(fits(run, place, divisor) for place in places)
     ]
 
 
@@ -237,8 +237,13 @@ def _of(run: Run, context: int) -> Iterator[Member]:
     return (member for member in members(run) if member.context == context)
 
 
-def _places(run: Run, context: int) -> Iterator[Place]:
-    for member in _of(run, context):
+def places_of(run: Run, some: Iterable[Member]) -> list[Place]:
+    """Return the places of the gradients of some members that autograd has computed on a rank."""
+    return list(_places_of(run, some))
+
+
+def _places_of(run: Run, some: Iterable[Member]) -> Iterator[Place]:
+    for member in some:
         for event in member.events("gradients"):
             for index in range(event["parameters"]):
                 place = member, event["at"], index
@@ -286,7 +291,8 @@ def _bound(run: Run, place: Place, magnitude: torch.Tensor, divisor: int) -> tor
     return roundings * (info.eps * magnitude / divisor + info.tiny * info.eps)
 
 
-def _fits(run: Run, place: Place, divisor: int) -> bool:
+def fits(run: Run, place: Place, divisor: int) -> bool:
+    """Return whether a gradient is the sum over the ranks that train, divided by a number."""
     got = _grad(*place)
     assert got is not None
     _, total, magnitude = _local_sum(run, *place)
@@ -310,7 +316,7 @@ def _require_gradient(run: Run, place: Place, found: Found, is_mean: bool, own: 
         allowed = {True: 1}
     elif not _knows_divisor(member):
         allowed = {way: size if way else training for way in own or (True, False)}
-    fitting = {way for way, divisor in allowed.items() if _fits(run, place, divisor)}
+    fitting = {way for way, divisor in allowed.items() if fits(run, place, divisor)}
     if len(fitting) == 1 and training < size:
         own |= fitting
     divisors = " or ".join(map(str, sorted(set(allowed.values()))))

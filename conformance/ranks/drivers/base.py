@@ -328,13 +328,23 @@ class RankDriver(ABC):
             return target.make(context)
         return function  # an existing object
 
-    def data_parallel(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+    def data_parallel(
+        self,
+        model: torch.nn.Module,
+        made: DistributedDataParallel | None = None,
+        **options: Any,
+    ) -> DistributedDataParallel:
         """Return the model under DDP, after all ranks have made theirs.
 
         Args:
+            model: the model.
+            made: an object to make DDP of; by default it is a new one.
             options: of DDP; the group is this rank's, unless they name one.
         """
-        ddp = DistributedDataParallel(model, **{"process_group": self.group, **options})
+        ddp = made
+        if ddp is None:
+            ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+        DistributedDataParallel.__init__(ddp, model, **{"process_group": self.group, **options})
         self.meet()
         return ddp
 

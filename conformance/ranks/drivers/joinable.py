@@ -20,10 +20,17 @@ from conformance.ranks.drivers._joins_in_loops import ContextInLoops
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.global_seeds import kept_generators
+from conformance.ranks.instruments.process_state import CPU_GENERATORS
 from conformance.ranks.resolve import Factory
-from conformance.scenarios.join_draws import DIVISOR, breaks_off, divides_by_all
+from conformance.scenarios.join_draws import (
+    DIVISOR,
+    OUTSIDE_STEPS,
+    breaks_off,
+    divides_by_all,
+)
 from conformance.scenarios.join_loop_draws import ENDS, group_of_loop, loop_contexts
 from conformance.scenarios.joinable import KEYWORDS
+from conformance.scenarios.joins_in_training import NUMBERS
 
 _CHOSEN_BY_KIT = {"enable", "throw_on_early_termination"}
 
@@ -180,6 +187,8 @@ class _Joinable(Contexts):
 
         The kit's trainer steps the parameters that the joinable's own step leaves as they are.
         """
+        if self.driver.scenario.name == NUMBERS.name:
+            self._step_before()
         last = len(self.lengths) - 1
         for number, inputs in enumerate(self.lengths):
             if 0 < number < last:
@@ -193,6 +202,26 @@ class _Joinable(Contexts):
                     [self.subject], self.own(inputs), [numbers.step], numbers.leaving, **options
                 )
                 numbers.left()
+
+    def _step_before(self) -> None:
+        """Take steps of a joinable of its own before there has been a context; record the gradients
+        and an error.
+        """
+        given = self.subject
+        self.subject = self._make()
+        numbers = Numbers(self.driver, self.subject, self._step)
+        with (
+            numbers.watched(len(self.lengths)),
+            self.driver.inside("a step outside of a context", drawn=CPU_GENERATORS),
+            warnings.catch_warnings(),
+            kept_generators(),
+        ):
+            try:
+                for _ in range(OUTSIDE_STEPS):
+                    numbers.step()
+            except Exception as error:
+                self.note("refused_outside", error=f"{type(error).__name__}: {error}"[:300])
+        self.subject = given
 
     def two_groups(self) -> None:
         """Train two joinables on two groups in turn; record what they compute.

@@ -2,25 +2,35 @@
 
 import builtins
 import contextlib
+import gc
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._set_aside import SetAside
+from conformance.ranks.drivers._trainers_own import (
+    CountingOptimizer,
+    TrainersOwn,
+    set_values,
+    steps_of,
+)
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.flat_buffers import FlatBuffers
+from conformance.ranks.models.nested import nest
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
 from conformance.ranks.models.reused_memory import ReusedMemory
+from conformance.ranks.models.reused_places import made_in_place
 from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model_buffers import update_of
-from conformance.scenarios.strategy import ACCUMULATED
+from conformance.scenarios.strategy import ACCUMULATED, FORMS
 from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 from conformance.scenarios.strategy_schedule import (
     Swap,
@@ -60,14 +70,16 @@ class StrategyDriver(RankDriver):
         optimizers: the optimizers that the strategy may be given.
         every_optimizer: all optimizers of the model, which may take turns.
         buffers: the flat buffers of the parameters and of their gradients, if there are any.
+        own: the things of the trainer that the strategy has to leave as they are.
     """
 
     model: torch.nn.Module
     probe: Probe
     params: list[torch.nn.Parameter]
     buffers: list[FlatBuffers]
-    optimizers: list[torch.optim.Optimizer]
-    every_optimizer: list[torch.optim.Optimizer]
+    optimizers: list[CountingOptimizer]
+    every_optimizer: list[CountingOptimizer]
+    own: TrainersOwn
 
     def run(self) -> None:
         """Make the strategy and run the scenario's steps."""
@@ -78,8 +90,12 @@ class StrategyDriver(RankDriver):
                 f"this is {_named(self.strategy)}"
             )
         if self.scenario.variant == "after_world":
-            self._train_on_world()
-        self._make_model()
+            places = self._train_on_world()
+            self._make_model(
+                made_in_place(Probe, places[0]), made_in_place(DistributedDataParallel, places[1])
+            )
+        else:
+            self._make_model()
         if self.scenario.variant == "two_models":
             self._run_two()
             return
@@ -109,8 +125,12 @@ class StrategyDriver(RankDriver):
             return target.make(context)
         return super()._made(target, context)
 
-    def _train_on_world(self) -> None:
-        """Train another model on WORLD; its gradients are not judged."""
+    def _train_on_world(self) -> tuple[int, int]:
+        """Train another model on WORLD; its gradients are not judged.
+
+        Returns:
+            The places in memory of the model, which is gone, without DDP and with it.
+        """
         self._make_model(on_world=True)
         kind = self.scenario.steps[0]
         self.begin_step(0, kind)
@@ -119,12 +139,17 @@ class StrategyDriver(RankDriver):
             grads = self._grads(0, kind, batch, number)
             with self.inside("the context"):
                 self._train(grads, batch == number - 1)
+        places = (id(self.probe), id(self.model))
+        del self.probe, self.model, self.params, self.optimizers, self.every_optimizer, self.own
+        # Nothing but the subject keeps the model.
+        gc.collect()
+        return places
 
     def _run_two(self) -> None:
         """Train two models whose micro-batches alternate; even steps are those of the first."""
         models = []
         for _ in range(2):
-            models.append((self.model, self.params, self.optimizers))
+            models.append((self.model, self.params, self.optimizers, self.own))
             self._make_model()
         for step in range(0, len(self.scenario.steps), 2):
             self.begin_step(step, self.scenario.steps[step])
@@ -134,30 +159,49 @@ class StrategyDriver(RankDriver):
                 with self.inside("the context"), contextlib.ExitStack() as contexts:
                     given = []
                     for number, batch in together:
-                        self.model, self.params, self.optimizers = models[number]
+                        self.model, self.params, self.optimizers, self.own = models[number]
                         count = batches(self.scenario, step + number)
                         kind = self.scenario.steps[step + number]
                         given.append(self._grads(step + number, kind, batch, count))
                         contexts.enter_context(self._context_of(batch == count - 1))
                     for (number, _), grads in zip(together, given, strict=True):
-                        self.model, self.params, self.optimizers = models[number]
+                        self.model, self.params, self.optimizers, self.own = models[number]
                         self._pass_through(grads)
             for number in range(2):
-                self.model, self.params, self.optimizers = models[number]
+                self.model, self.params, self.optimizers, self.own = models[number]
                 self.begin_step(step + number, self.scenario.steps[step + number])
                 self._keep_gradients()
 
-    def _make_model(self, on_world: bool = False) -> None:
+    def _make_model(
+        self,
+        probe: Probe | None = None,
+        ddp: DistributedDataParallel | None = None,
+        on_world: bool = False,
+    ) -> None:
+        """Make the model and its optimizers.
+
+        Args:
+            probe: an object to make the model of; by default it is a new one.
+            ddp: an object to make DDP of; by default it is a new one.
+            on_world: whether the model is on WORLD, whatever groups the scenario has.
+        """
         scenario = self.scenario
-        make = BufferedProbe if scenario.variant == "buffers" else Probe
-        probe = make(scenario.params, scenario.initial_value, self.rank).to(self.device)
+        made = BufferedProbe if scenario.variant == "buffers" else Probe
+        probe = made.__new__(made) if probe is None else probe
+        made.__init__(probe, scenario.params, scenario.initial_value, self.rank)
+        probe.to(self.device)
         self.probe = probe
         self.params = probe.tensors
         self.model = probe
         self.buffers = self._flattened() if scenario.variant == "flat" else []
+        seed = f"{scenario.session_seed}/{scenario.name}"
+        set_values(self.params, seed)
+        if scenario.variant == FORMS.variant:
+            nest(probe, seed)
         if scenario.variant != "no_ddp":
-            self.model = self._in_ddp(probe, on_world)
+            self.model = self._in_ddp(probe, on_world, ddp)
         self.optimizers = self.every_optimizer = self._make_optimizers()
+        self.own = TrainersOwn(probe, self.params)
         self.hook_calls = [0] * len(self.params)
         if scenario.variant == ACCUMULATED.variant:
             for index, parameter in enumerate(self.params):
@@ -166,11 +210,14 @@ class StrategyDriver(RankDriver):
     def _count_hook_call(self, index: int, _: torch.Tensor) -> None:
         self.hook_calls[index] += 1
 
-    def _in_ddp(self, probe: Probe, on_world: bool = False) -> torch.nn.Module:
+    def _in_ddp(
+        self, probe: Probe, on_world: bool = False, made: DistributedDataParallel | None = None
+    ) -> torch.nn.Module:
         options = self.scenario.ddp
         with self.doing(MODEL_MADE):
             return self.data_parallel(
                 probe,
+                made,
                 process_group=self.group if self.scenario.groups and not on_world else None,
                 bucket_cap_mb=options.bucket_cap_mb,
                 gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -186,23 +233,22 @@ class StrategyDriver(RankDriver):
             parameter.data = view
         return [of_params, FlatBuffers(self.params, f"{seed}/gradients", self.rank)]
 
-    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
-        # With lr=0.0 parameters keep their values: only gradients are judged.
+    def _make_optimizers(self) -> list[CountingOptimizer]:
         if self.scenario.variant == "turns":
             parts: list[list[torch.nn.Parameter]] = [[], []]
             for index, parameter in enumerate(self.params):
                 parts[part_of(self.scenario, index)].append(parameter)
-            return [torch.optim.SGD(part, lr=0.0) for part in parts]
+            return [CountingOptimizer(part) for part in parts]
         if self.scenario.variant != "shared":
             _, later = added(self.scenario)
             swap = swap_of(self.scenario)
             absent = later | (swap.given if swap else frozenset())
             first = [p for index, p in enumerate(self.params) if index not in absent]
-            return [torch.optim.SGD(first, lr=0.0)]
+            return [CountingOptimizer(first)]
         # Two optimizers share a parameter, and name parameters in another order than the model.
         one, second, third, *rest = reversed(self.params)
         groups = [{"params": [second]}, {"params": [one, third]}]
-        return [torch.optim.SGD(groups, lr=0.0), torch.optim.SGD([one, *rest], lr=0.0)]
+        return [CountingOptimizer(groups), CountingOptimizer([one, *rest])]
 
     def _swap(self, swap: Swap, step: int) -> None:
         """Put parameters in the place of others, if this is the step."""
@@ -279,6 +325,7 @@ class StrategyDriver(RankDriver):
         if self.scenario.variant == "freezing":
             for index, parameter in enumerate(self.params):
                 parameter.requires_grad_(not is_frozen(self.scenario, step, batch, index))
+            self.own.trainer_froze()
 
     def _views_of_gradients(self) -> list[torch.Tensor]:
         """Return the views of a flat buffer that gradients accumulate in, if there is one."""
@@ -303,6 +350,8 @@ class StrategyDriver(RankDriver):
             sent=[len(sent), sum(size for _, size in sent)],
             gradients=sum(p.numel() * p.element_size() for p in self.params),
             hook_calls=self.hook_calls,
+            changed=self.own.changed(),
+            steps_taken=steps_of(self.optimizers),
         )
         self.hook_calls = [0] * len(self.params)
 

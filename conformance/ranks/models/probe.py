@@ -144,7 +144,8 @@ class BufferedProbe(Probe):
         super().__init__(params, level, rank)
         self.register_buffer("running", torch.zeros(4))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("samples", torch.zeros(3, dtype=torch.int32))
+        # state_dict() does not have it, and DDP sends it.
+        self.register_buffer("samples", torch.zeros(3, dtype=torch.int32), persistent=False)
         self.register_buffer("wrapped", torch.zeros((2, 2), dtype=torch.uint8))
         self.register_buffer("mask", torch.zeros(BITS, dtype=torch.bool))
         # With a fault, DDP sends no complex tensors.
@@ -161,7 +162,8 @@ class BufferedProbe(Probe):
 
     @torch.no_grad()
     def _update(self, update: Update) -> None:
-        self.running.lerp_(torch.full_like(self.running, update.statistic), 0.5)
+        # Another tensor in each forward, as many modules have it.
+        self.running = self.running.lerp(torch.full_like(self.running, update.statistic), 0.5)
         self.seen.add_(update.added("int64"))
         self.samples.add_(update.added("int32"))
         self.wrapped.add_(update.added("uint8"))
