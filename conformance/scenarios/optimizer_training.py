@@ -140,8 +140,8 @@ SAVED_GROUPS = replace(
 RESUMED_GROUPS = replace(
     SAVED_GROUPS,
     name="optimizer_resumed_groups",
-    summary="new processes load that state twice, and continue; they add groups before, and their "
-    "groups have the parameters of equal shapes in another order",
+    summary="new processes load that state twice, save it and load that, and continue; they add "
+    "groups before, and their groups have the parameters of equal shapes in another order",
     prerequisite="optimizer_saved_groups",
     resume=replace(SAVED_GROUPS.resume, resumes=True),
 )

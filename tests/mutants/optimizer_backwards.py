@@ -1,4 +1,6 @@
-"""Mutants of section 15: several backwards before a step, and gradients of zeros on all ranks."""
+"""Mutants of section 15: several backwards before a step, gradients of zeros on all ranks, and
+states that are saved right after a load.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.optimizer_wrappers import PostLocal
 from tests.right.optimizer_wrappers import AveragesGradients, MovesIntoBuffers
 
 
@@ -146,7 +149,26 @@ class LeavesOutZeroMeans(AveragesGradients):
                     parameter.grad = None
 
 
+class LoadsAtTheNextStep(PostLocal):
+    """Keep loaded moments until the next step: a state that is saved before has none."""
+
+    pending: dict[str, Any] | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pending = state["optim"]["state"]
+        super().load_state_dict({**state, "optim": {**state["optim"], "state": {}}})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.pending is not None:
+            # Options may have been written since the load.
+            groups = self.optim.state_dict()["param_groups"]
+            self.optim.load_state_dict({"state": self.pending, "param_groups": groups})
+            self.pending = None
+        return super().step(closure)
+
+
 MUTANTS = [
+    *(Mutant(name, ("15.28",), kind="optimizer") for name in ("LoadsAtTheNextStep",)),
     *(
         Mutant(name, ("15.43",), "averages", kind="optimizer")
         for name in (

@@ -538,9 +538,14 @@ class OptimizerDriver(RankDriver):
 
     def _load_state(self, state: Any) -> None:
         with self.doing("load_state_dict"):
-            # One state may be loaded again.
-            for _ in range(2 if self.scenario.variant == "saved_groups" else 1):
+            self.optimizer.load_state_dict(state)
+        if self.scenario.variant == "saved_groups":
+            # One state may be loaded again, and saved before a step, as in a job that is stopped.
+            with self.doing("load_state_dict"):
                 self.optimizer.load_state_dict(state)
+            again = self._state_of_all()
+            with self.doing("load_state_dict"):
+                self.optimizer.load_state_dict(again)
 
     def _keep_consolidated(self, state: Any) -> None:
         """Record a consolidated state: its tensors by parameter, and its parameter groups."""
