@@ -130,7 +130,8 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "average_parameters(params), which takes the parameters in every call; Module.to(), and "
     "load_state_dict(assign=True)",
     remedy="a list of parameters, or of buffers, that is made in the first call and kept, or kept "
-    "for as many trained elements, or if the new list is the beginning of the old one; p.data of "
+    "for as many trained elements, or if the new list is the beginning of the old one; averages by "
+    "the place among trained parameters, which others take; p.data of "
     "an earlier call, which is another tensor than the parameter's after model.to()",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
@@ -138,7 +139,10 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
     frozen, a later one at which a third is added, and one from which on that one and another are
     not given, the averages are those of the parameters that are given.
 
-    A subject that is made with the parameters keeps these; none is added or left out then.
+    A subject that is made with the parameters keeps these; none is added or left out then. Until a
+    parameter is added, the averages to evaluate with are judged as well. An averager may leave out
+    frozen parameters: the average of one that was unfrozen may begin anew, and that of one that was
+    frozen may stay as it is, or be the parameter itself.
 
     In a further run each parameter gets new memory before the second average and before the third
     one, as by ``p.data = ...``; some get another dtype with it, as by ``model.to(dtype)``, and some
@@ -162,12 +166,13 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, PostLocalSGDOptimizer: unless the averager's step is restored, "
     "its warm-up begins again; training that goes back to a checkpoint after a loss of NaN",
     remedy="a state that exists from the first average on only; load_state_dict that takes its "
-    "argument apart; momentum, or a next step with an average, that is not among the loaded state",
+    "argument apart; momentum, or a next step with an average, that is not among the loaded state; "
+    "a loaded state that waits for the next step, and is not in state_dict() until then",
 )
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
-    """Saved at a drawn step of the warm-up, and loaded twice in new processes, the averager
-    continues its schedule. Loaded by the same averager, its state lets it continue as if the steps
-    since had not been.
+    """Saved at a drawn step of the warm-up, and loaded twice in new processes, and a third time as
+    it is saved by these, the averager continues its schedule. Loaded by the same averager, its
+    state lets it continue as if the steps since had not been.
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
     same averager loads. In between come a drawn number of steps, with at least one average. An
@@ -197,11 +202,13 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
     baseline="like",
     since="1.2",
     source="bfloat16 has 8 bits: with a decay of 0.999 the change of one step is lost",
-    remedy="the dtype in which the average is kept: float32 for half precision",
+    remedy="the dtype in which the average is kept: float32 for half precision, also after "
+    "load_state_dict()",
 )
 def drifting(run: Run, claims: Claims, found: Found) -> None:
     """If parameters stay after one change, the moving average approaches them in up to 200 averages
-    as that of the reference does, in every dtype.
+    as that of the reference does, in every dtype. Soon after the change, at a drawn step, the
+    averager loads the state that it has just saved, if it has one.
 
     The reference keeps it in float32 or wider, so that the bound beside the roundings of a result
     is small: a hundred changes that are each lost in bfloat16 exceed it.

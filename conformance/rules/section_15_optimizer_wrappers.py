@@ -287,14 +287,16 @@ def zero_grad(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, Optimizer.zero_grad: a parameter whose gradient is None is not "
     "stepped",
     remedy="a gradient of None that is treated as zeros, so that momentum moves the parameter; "
-    "collectives that skip parameters without a gradient",
+    "collectives that skip parameters without a gradient; a gradient of zeros that is treated as "
+    "None",
 )
 def unused(run: Run, claims: Claims, found: Found) -> None:
     """A parameter without a gradient keeps its value and its momentum in that step; the others are
-    stepped.
+    stepped, also if their gradients are zeros on all ranks.
 
-    With an averager, and under the claim ``averages``, a parameter may have a gradient on some
-    ranks only; otherwise it has a gradient on all ranks or on none.
+    In two steps those of one parameter are; the steps and the parameters are drawn from the
+    session's seed. With an averager, and under the claim ``averages``, a parameter may have a
+    gradient on some ranks only; otherwise it has a gradient on all ranks or on none.
     """
     require_right(run, found)
 

@@ -4,6 +4,7 @@ from conformance.judging.oracles.optimizer import require_right, takes_averager
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.optimizer_backwards import ACCUMULATED, DISCARDED
 from conformance.scenarios.optimizer_loops import (
     RENEWED,
     WRITTEN,
@@ -52,4 +53,29 @@ def written(run: Run, claims: Claims, found: Found) -> None:
         if not averages or any(rank.first("not_renewed") for rank in run.ranks):
             found.leaves_out(NOT_RENEWED)
             return
+    require_right(run, found)
+
+
+@rule(
+    "15.43",
+    "Gradients of several backwards add up",
+    on=(ACCUMULATED, DISCARDED),
+    owns=(ACCUMULATED, DISCARDED),
+    refusable=(ACCUMULATED, DISCARDED),
+    needs=("15.1", "15.8", "15.9", "15.21"),
+    claimed="averages",
+    since="2.0",
+    source="torch documentation, torch.autograd.backward, which accumulates gradients in leaves, "
+    "and Optimizer.zero_grad; Horovod's backward_passes_per_step",
+    remedy="a hook that moves a gradient into a buffer, and frees it: add to the buffer, and clear "
+    "it in zero_grad(), too; a gradient that is sent once it is there, and not again",
+)
+def several_backwards(run: Run, claims: Claims, found: Found) -> None:
+    """After two or three backwards a step is that on the sum of their gradients, whichever
+    parameters each of them reaches; gradients that zero_grad() has dropped count in no step.
+
+    The steps, and the parameters of each backward, are drawn from the session's seed. Of a backward
+    that is dropped, one parameter has no gradient in the step that follows, and stays as it is. An
+    error on every rank may refuse several backwards, or gradients that are dropped.
+    """
     require_right(run, found)

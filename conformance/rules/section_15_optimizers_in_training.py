@@ -237,11 +237,13 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "not by name; pytorch #63340, #78988",
     remedy="numbers of parameters across interleaved groups, or from before a group was added; "
     "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
-    "options, entries of the user's own, or max_exp_avg_sq of amsgrad, that are not saved",
+    "options, entries of the user's own, or max_exp_avg_sq of amsgrad, that are not saved; a "
+    "loaded state that waits for the next step, and is not in state_dict() until then",
 )
 def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
-    at a drawn step of the warm-up; new processes load the state twice, and continue.
+    at a drawn step of the warm-up; new processes load the state twice, save and load it once more
+    before they step, and continue.
 
     A group was added at a drawn step before the save. New processes make one or two groups at
     first, and add the others before they load. As by torch.optim, states and options are matched by

@@ -119,7 +119,7 @@ SAVED_EARLY = replace(
 RESUMED_EARLY = replace(
     SAVED_EARLY,
     name="averager_resumed_early",
-    summary="new processes load that state twice, and continue",
+    summary="new processes load that state twice, save it and load that, and continue",
     prerequisite="averager_saved_early",
     variant="loaded_twice",
     resume=replace(SAVED_EARLY.resume, resumes=True),
@@ -139,7 +139,8 @@ ROLLED_BACK = replace(
 DRIFTING = replace(
     PLAIN,
     name="averager_drifting",
-    summary="parameters move once, and then stay for up to 200 averages",
+    summary="parameters move once, and then stay for up to 200 averages; before one of the first "
+    "the averager loads the state that it has just saved",
     params=(Param((5, 3)), Param((11,), "float16"), Param((13,), "bfloat16")),
     world_sizes=(2,),
     variant="drifting",
@@ -199,10 +200,13 @@ def with_tied(scenario: Scenario, draw: random.Random) -> Scenario:
     return with_option(replace(scenario, params=params), TIED, tied)
 
 
-def rolled_back(scenario: Scenario, step: int) -> int:
-    """Return the number of steps that come before a step, and are rolled back then."""
+def rolled_back(scenario: Scenario, step: int) -> int | None:
+    """Return the number of steps that come before a step, and are rolled back then.
+
+    It is None if no state is loaded before the step, and 0 if it is loaded as soon as it is saved.
+    """
     if option(scenario, "rolls_back_at") != str(step):
-        return 0
+        return None
     return int(option(scenario, "lost_steps"))
 
 

@@ -96,7 +96,8 @@ ZEROED = replace(
 UNUSED = replace(
     PLAIN,
     name="optimizer_unused",
-    summary="in each step some parameters have no gradient, on some ranks or on all",
+    summary="in each step some parameters have no gradient, on some ranks or on all; in two drawn "
+    "steps the gradients of one parameter are zeros on all ranks",
     params=(*_PARAMS, Param((11,)), Param((2, 3))),
     steps=("crafted",) * 8,
     world_sizes=(3,),

@@ -15,6 +15,7 @@ from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.interrupts import ERROR, drawn_interrupts
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer_backwards import is_left_out
 from conformance.scenarios.optimizer_loops import (
     AUTOCAST,
     RENEWED,
@@ -139,8 +140,8 @@ SAVED_GROUPS = replace(
 RESUMED_GROUPS = replace(
     SAVED_GROUPS,
     name="optimizer_resumed_groups",
-    summary="new processes load that state twice, and continue; they add groups before, and their "
-    "groups have the parameters of equal shapes in another order",
+    summary="new processes load that state twice, save it and load that, and continue; they add "
+    "groups before, and their groups have the parameters of equal shapes in another order",
     prerequisite="optimizer_saved_groups",
     resume=replace(SAVED_GROUPS.resume, resumes=True),
 )
@@ -251,7 +252,7 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
 def lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
     """Whether no rank has a gradient for a parameter at a step, although it requires one."""
     if scenario.variant != SCALED.variant:
-        return False
+        return is_left_out(scenario, step, index)
     scaling = plan_of(scenario).scaling
     return scaling is not None and scaling.lacking.get(step) == index
 
@@ -437,9 +438,7 @@ def _many_groups(params: int, draw: random.Random, most: int = 40) -> Setting:
 
 
 def _groups_together(params: int, draw: random.Random) -> Setting:
-    """Divide the parameters among 12 to 24 groups; some of their options are rewritten before
-    every other step.
-    """
+    """Divide the parameters among 12 to 24 groups; every other step rewrites some options."""
     plan = _many_groups(params, draw, most=24)
     changes = {
         step: {

@@ -394,6 +394,56 @@ class MovingAverage:
         self.shadow = [kept.clone() for kept in saved["shadow"]]
 
 
+class TrainedAverage:
+    """A moving average of the parameters of the constructor that are trained, in float64.
+
+    The average of a parameter begins when it is trained first, and stays while it is frozen. An
+    evaluation before the average of a trained parameter is an error; frozen ones are as they are.
+    """
+
+    def __init__(self, params, process_group, decay=0.999):
+        self.params = list(params)
+        self.group = process_group
+        self.decay = decay
+        self.step = 0
+        self.shadow = {}
+
+    def _trained(self):
+        return {place: p for place, p in enumerate(self.params) if p.requires_grad}
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        for place, parameter in self._trained().items():
+            mean = (parameter.detach().double() / self.group.size()).contiguous()
+            dist.all_reduce(mean, group=self.group)
+            self.shadow.setdefault(place, mean).lerp_(mean, 1 - self.decay)
+        self.step += 1
+
+    @contextmanager
+    def applied(self, params):
+        trained = self._trained()
+        if not trained.keys() <= self.shadow.keys():
+            raise RuntimeError("a trained parameter has no average yet")
+        before = {place: parameter.detach().clone() for place, parameter in trained.items()}
+        try:
+            self._write(self.shadow)
+            yield
+        finally:
+            self._write(before)
+
+    @torch.no_grad()
+    def _write(self, values):
+        for place, parameter in self._trained().items():
+            parameter.copy_(values[place])
+
+    def state_dict(self):
+        return {"step": self.step, "shadow": dict(self.shadow)}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+        self.shadow = {place: kept.clone() for place, kept in saved["shadow"].items()}
+
+
 class CountsFirst:
     """Count a step before it asks whether an average is due, as accelerate's LocalSGD does.
 
@@ -442,4 +492,5 @@ RIGHT = (
     Right("CountsFirst,local_sgd_steps=4", "periodic(period=4, warmup_steps=3)", **OF),
     Right("Scattered,period=250,warmup_steps=100", **OF),
     Right("MovingAverage", "like(EMAModelAverager, decay=0.999)", **OF),
+    Right("TrainedAverage", "like(EMAModelAverager, decay=0.999)", **OF),
 )

@@ -119,6 +119,61 @@ class MultipliesGradients(AveragesGradients):
         return grad * (1 / dist.get_world_size(self.group))
 
 
+class MovesIntoBuffers(AveragesGradients):
+    """Hooks of the backward add each gradient to a buffer, and free it, as ZeRO's second stage.
+
+    zero_grad() and step() clear the buffers. Parameters that were frozen when their group was
+    added, or that came later, have no hook.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.buffers: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(optim, process_group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        parameter.grad = None
+        if parameter in self.buffers:
+            self.buffers[parameter] += grad
+        elif grad is not None:
+            self.buffers[parameter] = grad
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, grad in self.buffers.items():
+            parameter.grad = grad
+        self.buffers.clear()
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.buffers.clear()
+        super().zero_grad(set_to_none)
+
+
+class OneBackward(MovesIntoBuffers):
+    """The same, but a gradient that comes before the last one was used is an error."""
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        if parameter in self.buffers:
+            raise RuntimeError("a second backward before step(): it would replace the first one")
+        super()._take(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.buffers:
+            raise RuntimeError("zero_grad() between a backward and step()")
+        super().zero_grad(set_to_none)
+
+
 def of_its_own_class(
     optim: torch.optim.Optimizer, process_group: Any, *, marks: bool = True
 ) -> torch.optim.Optimizer:
@@ -249,6 +304,8 @@ RIGHT = [
     *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "BySlices")),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),
+    Right("MovesIntoBuffers", "averages", kind="optimizer"),
+    Right("OneBackward", "averages", kind="optimizer"),
     Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),

@@ -16,6 +16,7 @@ from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import (
+    ADDED,
     ROLLED,
     is_frozen,
     is_given,
@@ -115,7 +116,8 @@ class AveragerDriver(RankDriver):
             if step < resume.saves_at and resume.resumes:
                 continue
             self.trainee = self.trainees[turn(scenario, step)[0]]
-            if lost := rolled_back(scenario, step):
+            lost = rolled_back(scenario, step)
+            if lost is not None:
                 self._roll_back(step, lost)
             if kind == QUIET:
                 self._quiet_step(step)
@@ -193,8 +195,11 @@ class AveragerDriver(RankDriver):
         if self.trainee.buffers and self.trainee.buffers.gaps_changed():
             self.recorder.event("gap_change")
         self.trainee.kept = _copies(self.params)
-        # A parameter that was added has no average yet.
-        if self.scenario.variant != "changing":
+        if self.scenario.variant == "changing":
+            # A parameter that was added has no average yet.
+            if not is_given(self.scenario, step, ADDED):
+                self._keep_evaluated(None, "applied", nests=False)
+        else:
             place = step % len(_ENDS)
             self._keep_evaluated(
                 _ENDS[place],
@@ -223,6 +228,10 @@ class AveragerDriver(RankDriver):
     def _is_given(self, step: int, index: int) -> bool:
         """Whether the averager is given a parameter; one that was made with all of them is."""
         return self.trainee.takes_params or is_given(self.scenario, step, index)
+
+    def _first_given(self) -> Parameters:
+        """Return the parameters that the averager is given from the start."""
+        return [p for i, p in enumerate(self.params) if self._is_given(0, i)]
 
     @torch.no_grad()
     def _prepare(self, step: int, *, sets_values: bool) -> None:
@@ -289,7 +298,8 @@ class AveragerDriver(RankDriver):
         same_state = True
         activity = self.activity
         try:
-            with self.doing("applied"), applied(self.params if given is None else given):
+            params = self._first_given() if given is None else given
+            with self.doing("applied"), applied(params):
                 has_begun = True
                 for index, parameter in enumerate(self.params):
                     self.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
@@ -371,14 +381,18 @@ class AveragerDriver(RankDriver):
             self.recorder.event("loaded", nothing=saved is None)
             if hasattr(averager, "load_state_dict"):
                 # One state may be loaded again, such as into the model of an evaluation.
-                for _ in range(2 if self.scenario.variant == "loaded_twice" else 1):
+                loads_again = self.scenario.variant == "loaded_twice"
+                for _ in range(2 if loads_again else 1):
                     averager.load_state_dict(saved)
+                if loads_again and hasattr(averager, "state_dict"):
+                    # It may be saved before it averages, as in a job that is stopped early.
+                    averager.load_state_dict(copy.deepcopy(averager.state_dict()))
             elif saved is not None:
                 averager.step = saved["step"]
         self.trainees[0].was_loaded = True
 
     def _roll_back(self, step: int, number: int) -> None:
-        """Save the averager's state, go on for some steps, and load the state again.
+        """Save the averager's state, go on for some steps or none, and load the state again.
 
         Args:
             step: the step that comes next, before these steps and after them.

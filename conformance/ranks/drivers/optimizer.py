@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._optimizer_backwards import run_backwards
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
@@ -362,8 +363,7 @@ class OptimizerDriver(RankDriver):
             return
         if averages_gradients(self.scenario):
             # The subject may average in hooks of the backward.
-            if any(grad is not None for grad in grads):
-                self.model(grads).backward()
+            run_backwards(self, number, grads)
             return
         for parameter, grad in zip(self.params, grads, strict=True):
             if parameter.grad is None or grad is None:
@@ -538,9 +538,14 @@ class OptimizerDriver(RankDriver):
 
     def _load_state(self, state: Any) -> None:
         with self.doing("load_state_dict"):
-            # One state may be loaded again.
-            for _ in range(2 if self.scenario.variant == "saved_groups" else 1):
+            self.optimizer.load_state_dict(state)
+        if self.scenario.variant == "saved_groups":
+            # One state may be loaded again, and saved before a step, as in a job that is stopped.
+            with self.doing("load_state_dict"):
                 self.optimizer.load_state_dict(state)
+            again = self._state_of_all()
+            with self.doing("load_state_dict"):
+                self.optimizer.load_state_dict(again)
 
     def _keep_consolidated(self, state: Any) -> None:
         """Record a consolidated state: its tensors by parameter, and its parameter groups."""

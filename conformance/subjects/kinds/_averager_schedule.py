@@ -146,7 +146,7 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             kinds = scenario.steps[:1] * draw.randint(*LONG_STEPS)
             return replace(scenario, steps=lengthened(kinds, schedule))
         case DRIFTING.name:
-            return _drift(scenario, schedule)
+            return _drift(scenario, schedule, draw)
         case SAVED.name | RESUMED.name:
             draw = random.Random(f"{scenario.session_seed}/saved")
             return _save(scenario, schedule, draw.choice(_between_averages(schedule)))
@@ -358,14 +358,20 @@ def _move(
     return scenario
 
 
-def _drift(scenario: Scenario, schedule: Schedule) -> Scenario:
-    """Move the parameters after the first average, and call the averager for up to 200 more."""
+def _drift(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
+    """Move the parameters after the first average, and call the averager for up to 200 more.
+
+    Soon after the move, within a tenth of the averages, a state is saved and loaded.
+    """
     period = min(schedule.periods)
     first = schedule.first(period)
     number = max(1, min(200, (MAX_STEPS // 2 - first) // period))
     last = first + number * period
     kinds = {first: "crafted", first + 1: "crafted", last: HELD}
-    return replace(scenario, steps=tuple(kinds.get(step, QUIET) for step in range(last + 1)))
+    steps = tuple(kinds.get(step, QUIET) for step in range(last + 1))
+    loads_at = draw.randint(first + 2, first + 2 + number * period // 10)
+    scenario = with_option(replace(scenario, steps=steps), "rolls_back_at", loads_at)
+    return with_option(scenario, "lost_steps", 0)
 
 
 def _fail(scenario: Scenario, schedule: Schedule) -> Scenario:

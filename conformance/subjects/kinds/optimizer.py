@@ -49,6 +49,7 @@ from conformance.scenarios.optimizer import (
     UNUSED,
     ZEROED,
 )
+from conformance.scenarios.optimizer_backwards import ALL as OF_BACKWARDS
 from conformance.scenarios.optimizer_loops import ALL as OF_LOOPS
 from conformance.scenarios.optimizer_states import ALL as OF_STATES
 from conformance.scenarios.optimizer_training import (
@@ -132,6 +133,7 @@ OPTIMIZER = Kind(
         *ALL,
         *OF_STATES,
         *OF_LOOPS,
+        *OF_BACKWARDS,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
@@ -144,7 +146,7 @@ OPTIMIZER = Kind(
         option_flag(
             "averages",
             "The optimizer averages gradients over the group; every rank feeds its own.",
-            "15.1, 15.21",
+            "15.1, 15.21, 15.43",
         ),
         option_flag(
             "world_only",

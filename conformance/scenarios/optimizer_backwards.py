@@ -1,0 +1,104 @@
+"""Scenarios for optimizer wrappers: other backwards than one before each step, and gradients of
+zeros.
+
+Gradients of several backwards add up in ``p.grad``, and ``zero_grad()`` drops those of a backward
+whose step is given up. A parameter whose gradients are zeros on all ranks is stepped, with its
+momentum, while one without a gradient is not (torch documentation, ``torch.autograd.backward`` and
+``torch.optim.Optimizer.zero_grad``). All numbers are drawn from the session's seed.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.optimizer import PLAIN, START, UNUSED
+from conformance.scenarios.resting_parameter import RESTING
+from conformance.scenarios.seeds import generator
+
+ACCUMULATED = replace(
+    PLAIN,
+    name="optimizer_accumulated",
+    summary="some steps come after two or three backwards, whose gradients add up; each has "
+    "gradients of other parameters",
+    steps=("crafted",) * 8,
+    world_sizes=(2,),
+    variant="accumulated",
+)
+
+DISCARDED = replace(
+    ACCUMULATED,
+    name="optimizer_discarded",
+    summary="before some steps zero_grad() drops the gradients of a backward; then one parameter "
+    "has no gradient",
+    variant="discarded",
+)
+
+ALL = (ACCUMULATED, DISCARDED)
+
+# Gradients that are dropped are made like those of these steps, which no scenario reaches.
+DROPPED = START + 100
+
+# All shares of a gradient are powers of two, so that every partial sum is exact.
+_SHARES = {1: (1.0,), 2: (0.5, 0.5), 3: (0.25, 0.5, 0.25)}
+
+
+def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
+    """Return the share of a parameter's gradient in each backward of a step; they add up to 1.
+
+    Half of the steps have one backward. In the others every backward has a gradient of some
+    parameter, and one parameter has a gradient in all of them.
+    """
+    if scenario.variant != ACCUMULATED.variant:
+        return (1.0,)
+    order = generator(scenario, "steps").sample(range(len(scenario.steps)), len(scenario.steps))
+    number = order.index(step)
+    if number % 2:
+        return (1.0,)
+    count = 2 + number // 2 % 2
+    draw = generator(scenario, f"backwards of {step}")
+    whole = draw.randrange(len(scenario.params))
+    chosen = [
+        sorted(draw.sample(range(count), count if place == whole else draw.randint(1, count)))
+        for place in range(len(scenario.params))
+    ][index]
+    parts = [0.0] * count
+    for backward, share in zip(chosen, _SHARES[len(chosen)], strict=True):
+        parts[backward] = share
+    return tuple(parts)
+
+
+def discards(scenario: Scenario, step: int) -> bool:
+    """Whether the gradients of a backward are dropped before those of a step come."""
+    return scenario.variant == DISCARDED.variant and step in _discarding(scenario)
+
+
+def is_left_out(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a parameter has no gradient in a step, after those of a backward were dropped."""
+    return discards(scenario, step) and _discarding(scenario)[step] == index
+
+
+def _discarding(scenario: Scenario) -> dict[int, int]:
+    """Return the parameter without a gradient, by the steps before which gradients are dropped.
+
+    One of the steps is the first, in which no parameter has a state.
+    """
+    draw = generator(scenario, "discards")
+    steps = (0, *draw.sample(range(1, len(scenario.steps)), 2))
+    return {step: draw.randrange(len(scenario.params)) for step in steps}
+
+
+def _let_rest(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Let the gradients of one parameter be zeros on all ranks in two steps; both are drawn.
+
+    By the third step every parameter has had a gradient on every rank, and so a momentum. In five
+    steps in a row each parameter has three with a gradient on every rank (``gradients.uses``).
+    """
+    kinds = list(scenario.steps)
+    for step in numbers.sample(range(2, len(kinds)), 2):
+        used = [index for index in range(len(scenario.params)) if (index + step) % 5 not in (1, 3)]
+        kinds[step] = f"{RESTING}/{numbers.choice(used)}"
+    return replace(scenario, steps=tuple(kinds))
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {UNUSED.name: _let_rest}

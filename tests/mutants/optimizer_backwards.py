@@ -1,0 +1,183 @@
+"""Mutants of section 15: several backwards before a step, gradients of zeros on all ranks, and
+states that are saved right after a load.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants.optimizer_wrappers import PostLocal
+from tests.right.optimizer_wrappers import AveragesGradients, MovesIntoBuffers
+
+
+class ReplacesInBuffers(MovesIntoBuffers):
+    """Let a later backward's gradient take the place of the one in the buffer."""
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        self.buffers.pop(parameter, None)
+        super()._take(parameter)
+
+
+class KeepsDroppedGradients(MovesIntoBuffers):
+    """Clear no buffer in zero_grad(): dropped gradients are added to those of the next step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        AveragesGradients.zero_grad(self, set_to_none)
+
+
+class _Hooked(AveragesGradients):
+    """Run a method after each gradient: right."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.arrives)
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        """Take note of a gradient."""
+
+
+class DividesInHooks(_Hooked):
+    """Divide ``p.grad`` in a hook: a second backward divides the first one's gradient again."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.divided: set[torch.Tensor] = set()
+        super().__init__(optim, process_group)
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(dist.get_world_size(self.group))
+        self.divided.add(parameter)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in self.divided:
+            if parameter.grad is not None:
+                # The base class divides what hooks have not divided.
+                parameter.grad.mul_(dist.get_world_size(self.group))
+        self.divided.clear()
+        super().step()
+        return loss
+
+
+class MarksInHooks(_Hooked):
+    """Step the parameters that hooks have seen since the last step, as with gradients of zeros."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.seen: list[torch.Tensor] = []
+        super().__init__(optim, process_group)
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        self.seen.append(parameter)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for parameter in self.seen:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.seen.clear()
+        loss = super().step(closure)
+        self.seen.clear()
+        return loss
+
+
+class DividesByBackwards(_Hooked):
+    """Divide gradients by the number of backwards, as if each had a whole loss."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.backwards: dict[torch.Tensor, int] = {}
+        super().__init__(optim, process_group)
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        self.backwards[parameter] = self.backwards.get(parameter, 0) + 1
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for parameter, count in self.backwards.items():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        self.backwards.clear()
+        loss = super().step(closure)
+        self.backwards.clear()
+        return loss
+
+
+class _Selects(AveragesGradients):
+    """Average the gradients of chosen parameters alone, before the others lose theirs."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.select([one for group in self.param_groups for one in group["params"]])
+        super().step()
+        return loss
+
+    def select(self, params: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+
+class LeavesOutZeros(_Selects):
+    """Step a parameter if some rank has a gradient of it with a norm above zero."""
+
+    def select(self, params: list[torch.Tensor]) -> None:
+        norms = torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in params])
+        norms = norms.nan_to_num(1.0, 1.0, 1.0)
+        dist.all_reduce(norms, dist.ReduceOp.MAX, self.group)
+        for parameter, norm in zip(params, norms.tolist(), strict=True):
+            if not norm:
+                parameter.grad = None
+
+
+class LeavesOutZeroMeans(AveragesGradients):
+    """Take a mean of zeros for the gradient of a parameter that no rank has used."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        super().__init__(optim, process_group)
+        self.optim.register_step_pre_hook(self._leave_out)
+
+    def _leave_out(self, optim: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optim.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.grad.count_nonzero():
+                    parameter.grad = None
+
+
+class LoadsAtTheNextStep(PostLocal):
+    """Keep loaded moments until the next step: a state that is saved before has none."""
+
+    pending: dict[str, Any] | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pending = state["optim"]["state"]
+        super().load_state_dict({**state, "optim": {**state["optim"], "state": {}}})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.pending is not None:
+            # Options may have been written since the load.
+            groups = self.optim.state_dict()["param_groups"]
+            self.optim.load_state_dict({"state": self.pending, "param_groups": groups})
+            self.pending = None
+        return super().step(closure)
+
+
+MUTANTS = [
+    *(Mutant(name, ("15.28",), kind="optimizer") for name in ("LoadsAtTheNextStep",)),
+    *(
+        Mutant(name, ("15.43",), "averages", kind="optimizer")
+        for name in (
+            *("ReplacesInBuffers", "KeepsDroppedGradients", "DividesInHooks", "MarksInHooks"),
+            "DividesByBackwards",
+        )
+    ),
+    *(
+        Mutant(name, ("15.9",), "averages", kind="optimizer")
+        for name in ("LeavesOutZeros", "LeavesOutZeroMeans")
+    ),
+]
