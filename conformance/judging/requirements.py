@@ -192,15 +192,46 @@ def require_same_gaps(run: Run, views: str, found: Found) -> None:
             )
 
 
+def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
+    """Require that a backward leaves parameters in their memory.
+
+    A subject may lay out parameters in some steps first, and in two more: DDP rebuilds its buckets
+    after the first step, and those of a static graph a step later. It may do so again if the
+    trainer has moved parameters, or made DDP anew.
+
+    Args:
+        run: the run.
+        found: the findings of the rule.
+        steps: the first steps of each rank, which are not judged.
+    """
+    if run.scenario.renews_storage or run.scenario.rewraps:
+        return
+    steps += 3 if run.scenario.ddp.static_graph else 2
+    for rank in run.ranks:
+        for stepped in list(rank.all("stepped"))[steps:]:
+            moved = stepped.get("parameters_moved", [])
+            found.require(
+                not moved,
+                "parameters in the memory that they were in",
+                f"rank {rank.rank}, step {stepped['step']}: {', '.join(moved[:3])} moved",
+                "p.data is bound to a new tensor: what shares the old one sees no further step",
+            )
+
+
 def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
     """Require the parameters that the optimizer of ``claims.fused`` makes of the gradients.
+
+    Those that are frozen from the first step to the last are left to 9.2. In single steps in which
+    DDP leaves a parameter out, it stays as it is.
 
     A parameter that no rank has used in a step gets the hook's result, which DDP drops. A hook may
     step it or leave it alone, in all such steps alike. With a static graph DDP settles its buckets
     a step later, and so may a hook that waits for them.
     """
     for rank in range(run.world):
-        for index in range(len(run.scenario.params)):
+        for index, spec in enumerate(run.scenario.params):
+            if spec.frozen:
+                continue
             ways = _ways_to_step(run, claims, rank, index)
             tries = []
             for after, steps_unused in ways:
@@ -238,7 +269,9 @@ def _steps_and_sources(run: Run, rank: int) -> list[tuple[int, int]]:
 def _ways_to_step(run: Run, claims: Claims, rank: int, index: int) -> list[tuple[int, bool]]:
     """Return the steps before a hook's first, and whether it steps unused parameters."""
     steps = _steps_with_inputs(run, rank)
-    all_used = all(run.receives(rank, step, index) for step in steps)
+    all_used = all(
+        run.receives(rank, step, index) or run.scenario.is_frozen(index, step) for step in steps
+    )
     is_late = run.scenario.ddp.static_graph and claims.after > 0
     delays = [claims.after, claims.after + 1] if is_late else [claims.after]
     return [
@@ -279,7 +312,8 @@ def _require_optimized(
         if got is None:
             return True  # a missing gradient is a failure of 2.1
         before = parameter.detach().clone()
-        if step >= after and (is_used or steps_unused):
+        in_ddp = not run.scenario.is_frozen(index, step)
+        if step >= after and in_ddp and (is_used or steps_unused):
             parameter.grad = got.to(parameter.dtype).reshape(parameter.shape)
             optimizer.step()
         right = parameter.detach()

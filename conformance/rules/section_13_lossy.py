@@ -7,6 +7,7 @@ from conformance.judging.oracles.impulses import require_answers
 from conformance.judging.oracles.lossy import likeness
 from conformance.judging.requirements import (
     require_optimizer,
+    require_same_memory,
     require_warm_up,
     sees_collectives,
 )
@@ -16,6 +17,7 @@ from conformance.records.run import Run
 from conformance.scenarios.hook import (
     ACCUMULATED,
     BUCKETS,
+    COMBINED,
     DTYPES,
     LARGE,
     LIKE,
@@ -27,6 +29,7 @@ from conformance.scenarios.hook import (
     UNEVEN,
     UNUSED,
     VALUES,
+    VIEWS,
 )
 from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.values import LAYERS
@@ -196,29 +199,37 @@ def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
         ACCUMULATED,
         UNEVEN,
         LAYERS,
+        VIEWS,
+        COMBINED,
     ),
-    refusable=(UNUSED, UNEVEN),
+    refusable=(UNUSED, UNEVEN, COMBINED),
     needs=(*CONTRACT, "2.1", "13.1", "13.2", "13.3", "13.5"),
     source="torch documentation, torch.optim; DistributedDataParallel._register_fused_optim",
     remedy="a step before the gradient is reduced, or with bucket.buffer() instead of the result; "
     "a step left out or taken twice; bucket.gradients() of parameters with other strides: the "
-    "views follow the shape, and the buffer follows the strides",
+    "views follow the shape, and the buffer follows the strides; momentum that is .grad itself, "
+    "which may be a view of the bucket; p.data = ..., in place of an operation on p",
 )
 def fused(run: Run, claims: Claims, found: Found) -> None:
     """Under ``fused(...)`` the parameters are, after every step, those that the named optimizer of
     torch.optim makes of the reduced gradients. In the first ``after`` steps they are left alone.
+
+    They stay in their memory, which others may share (share_memory_, flat buffers, averages, CUDA
+    graphs), but for the first two steps that the hook takes, in which it may lay out parameters.
 
     The bound is 64 units in the last place of the sum of all changes, because the hook may take
     operations in another order. Layers whose gradients are 2**-25 and 2**-24 show an optimizer's
     epsilon. Under find_unused_parameters a parameter that no rank has used is either left alone in
     every such step, or stepped with the hook's result in every such step. With a static graph the
     first step may be one later than claimed, if ``after`` is claimed. A hook may refuse unused
-    parameters, and ranks without inputs, with an error on every rank.
+    parameters, also beside gradients that are views of the buckets, and ranks without inputs, with
+    an error on every rank.
     """
     if not claims.fused:
         found.does_not_apply()
         return
     require_optimizer(run, claims, found)
+    require_same_memory(run, found, claims.after)
 
 
 @rule(

@@ -62,7 +62,8 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
-    forward and the backward of a step (``scenarios/evaluations.py``).
+    forward and the backward of a step (``scenarios/evaluations.py``). Gradients are zeroed in place
+    for 20 to 120 steps, then freed for as many, and so on (``scenarios/kept_gradients.py``).
     """
     record = LongRecord(run, claims)
     if not record.complete(found):
@@ -192,8 +193,9 @@ def mixing(run: Run, claims: Claims, found: Found) -> None:
     needs=(*_NEEDS, "13.6", "23.1"),
     since="1.6",
     source="torch documentation, torch.optim; Kingma and Ba, Adam, ICLR 2015: bias corrections",
-    remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset; a "
-    "copy of the weights that the hook steps in place of the parameters",
+    remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset; "
+    "state that is a parameter's .grad and no copy of it; a copy of the weights that the hook "
+    "steps in place of the parameters",
 )
 def fused(run: Run, claims: Claims, found: Found) -> None:
     """Under ``fused(...)`` every step of a long run changes the parameters as the named optimizer

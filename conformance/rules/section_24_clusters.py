@@ -140,7 +140,11 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
     the number of buckets is a multiple of the number of turns, as 24 is of 2, 3, 4, 6, 8 and 12.
     The number of 24.2 is drawn, so that in time it is one of each other number up to 20."""
     steps = run.steps("crafted", "normal")
-    if require_steps(run, claims, found, steps) and claims.lossy == LOCAL:
+    if not require_steps(run, claims, found, steps):
+        return
+    if claims.fused:
+        require_optimizer(run, claims, found)
+    if claims.lossy == LOCAL:
         require_meeting(run, claims, found)
 
 

@@ -54,20 +54,21 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
     "Works beside frozen parameters and with one that is used twice",
     on=(FROZEN, REWRAPPED, RECAST),
     owns=(FROZEN, REWRAPPED, RECAST),
-    refusable=(REWRAPPED, RECAST),
+    refusable=(FROZEN, REWRAPPED, RECAST),
     needs=("2.1",),
     since="1.1",
     source="torch documentation, DistributedDataParallel: parameters that require no gradient are "
     "not in buckets",
     remedy="offsets or names made from all of model.parameters(); tensor hooks on parameters that "
-    "require no gradient; model.training; addresses of parameters; plans, offsets or buffers that "
-    "a state keeps for a bucket or a parameter: once DDP is made anew, buckets have other "
-    "parameters, dtypes or sizes",
+    "require no gradient; model.training; addresses of parameters, and lists of their .data, which "
+    "a fused hook keeps; plans, offsets or buffers that a state keeps for a bucket or a parameter: "
+    "once DDP is made anew, buckets have other parameters, dtypes or sizes",
 )
 def frozen(run: Run, claims: Claims, found: Found) -> None:
     """Frozen parameters change nothing for the parameters between them, and neither does eval mode,
     in which models with frozen parts are often trained, nor an optimizer that gives parameters new
-    storage. A parameter that the forward uses twice gets the mean of the sum.
+    storage. A parameter that the forward uses twice gets the mean of the sum. A fused hook steps
+    the parameters where they are then, and may refuse new storage with an error on every rank.
 
     So it is if layers thaw or freeze after some steps: DDP is made anew over the same model, with
     the same hook and state, and its buckets have other parameters and sizes; or the same sizes and
@@ -76,7 +77,8 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
     back to float32, as by model.float(); if layers then have other sizes; and if DDP is made anew
     with another bucket_cap_mb and the other gradient_as_bucket_view. Or the subject refuses to
     reuse its state with an error on every rank. A set-up, or a factory that takes the model, may
-    keep DDP: it is not judged so.
+    keep DDP: it is not judged so. The parameters of a fused hook are not compared if they change
+    their dtype.
     """
     if any(rank.first("keeps_ddp") for rank in run.ranks):
         found.leaves_out(
@@ -85,7 +87,11 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
         )
         return
     steps = run.steps("crafted", "normal")
-    if not require_steps(run, claims, found, steps) and run.scenario.rewraps:
+    holds = require_steps(run, claims, found, steps)
+    if holds and claims.fused and not run.scenario.has_versions:
+        require_optimizer(run, claims, found)
+        holds = not found.failures
+    if not holds and run.scenario.rewraps:
         places = " and ".join(map(str, run.scenario.rewraps))
         last = found.failures[-1]
         actual = f"DDP is made anew in steps {places}: {last.actual}"

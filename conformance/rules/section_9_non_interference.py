@@ -1,11 +1,12 @@
 """Section 9: state of the process and the model that a hook must not touch."""
 
 from conformance.judging.oracles.growth import memory_growth
+from conformance.judging.requirements import require_same_memory
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.side_effects import changed_settings, first_of, require_nothing_left
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.hook import BUCKETS, LONG, TRAINING, VALUES
+from conformance.scenarios.hook import BUCKETS, LONG, SCHEDULES, TRAINING, VALUES
 from conformance.scenarios.process import HEAVY
 from conformance.scenarios.profiles import CUDA
 from conformance.subjects.claims import Claims
@@ -62,11 +63,12 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
     needs=("1.5",),
     source="torch documentation, DDP Communication Hooks: a hook handles gradients",
     remedy="an optimizer step inside the hook that is not claimed (fused); averages or decay of "
-    "all that the model's state_dict() has",
+    "all that the model's state_dict() has; p.data = ..., even of equal values",
 )
 def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
-    however large the parameter is, and no bit of a buffer of the model during the backward.
+    however large the parameter is, and no bit of a buffer of the model during the backward. From
+    the third step on, parameters stay in their memory, which others may share.
 
     Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """
@@ -86,6 +88,8 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
                 changed = [name for name in changed if stepped["step"] in frozen.get(name, ())]
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
+    if not claims.fused:
+        require_same_memory(run, found)
 
 
 def _frozen_at_some_step(run: Run) -> dict[str, list[int]]:
@@ -163,14 +167,19 @@ _KEPT = {
 @rule(
     "9.5",
     "Leaves gradients of other buckets untouched",
-    on=(BUCKETS,),
+    on=(BUCKETS, *SCHEDULES),
     watches=True,
     needs=("1.5",),
     source="torch documentation, GradBucket: a hook is given one bucket",
     remedy="loops over model.parameters() inside the hook",
 )
 def other_gradients(run: Run, claims: Claims, found: Found) -> None:
-    """In every run, a call does not write the .grad of a parameter that is not in its bucket."""
+    """In every run, a call does not write the .grad of a parameter that is not in its bucket.
+
+    A callback may write those of its own bucket while later calls are open, as torch's
+    ``_apply_optimizer_in_backward`` sets .grad before it steps. So gradients of earlier buckets are
+    compared once their futures are done, and in the runs that hold callbacks until the last call.
+    """
     for rank in run.ranks:
         for outside in rank.all("outside"):
             written = outside["written"]

@@ -257,6 +257,8 @@ class Scenario:
         serialised: each collective ends before the next one begins, as on a single stream.
         fused: parameters are recorded after every step, and results too if the hook frees
             gradients.
+        fused_rate: the learning rate that a fused hook claims. The trainer's optimizer, which makes
+            no step, has it as well: a hook may read it there.
         twin: another model with the same subject trains in turns with this one, on other inputs.
         joint: the losses of the model and its twin are added, and one backward serves both.
         twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of
@@ -326,6 +328,7 @@ class Scenario:
     call: str = ""
     serialised: bool = False
     fused: bool = False
+    fused_rate: float = 0.0
     twin: bool = False
     joint: bool = False
     twin_groups: tuple[tuple[int, ...], ...] = ()

@@ -59,7 +59,8 @@ REWRAPPED = replace(
     ),
     steps=("crafted",) * 16,
     rewraps=(4, 8, 12),
-    prerequisite="frozen",
+    # A hook may refuse the other runs of parameters that are frozen, and not this one.
+    prerequisite="values",
 )
 
 # Each DDP has other versions of the three parameters: of another dtype each time, and from the
@@ -86,7 +87,7 @@ RECAST = replace(
     rewraps=(3, 6, 9),
     in_eval_mode=False,
     renews_storage=False,
-    prerequisite=REWRAPPED.name,
+    prerequisite="values",
 )
 
 # All steps from the save on feed the same gradients.

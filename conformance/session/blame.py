@@ -14,6 +14,7 @@ from conformance.judging.rule import Rule, WorldSizes
 from conformance.judging.run_failures import FailedRun, fault_of_torch, refused_on_every_rank
 from conformance.judging.verdict import Verdict
 from conformance.records.run import Run
+from conformance.scenarios.hook import FROZEN
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
@@ -71,9 +72,17 @@ def consequence(
 def refuses_scenario(rule: Rule, run: Run) -> bool:
     """Whether a subject has refused, with an error on every rank, a scenario that the rule lets it
     refuse; the rule is judged on its other runs.
+
+    Of frozen parameters a fused hook may refuse the new storage of parameters alone, which no
+    parameter has in the first step.
     """
     refusable = {scenario.name for scenario in rule.refusable}
-    return run.scenario.family in refusable and refused_on_every_rank(run)
+    if run.scenario.family not in refusable or not refused_on_every_rank(run):
+        return False
+    if run.scenario.family != FROZEN.name:
+        return True
+    errors = [rank.first("error") for rank in run.ranks]
+    return run.scenario.fused and all(error and error["step"] > 0 for error in errors)
 
 
 def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: FailedRun) -> bool:

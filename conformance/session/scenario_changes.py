@@ -17,6 +17,7 @@ from conformance.judging.oracles.lossy import (
     TRIALS,
     TRIALS_OF_VALUES,
 )
+from conformance.judging.oracles.optimizer_claim import claimed_rate
 from conformance.scenarios import (
     averager_training,
     join_loop_draws,
@@ -190,7 +191,14 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
 def follow_parameters(scenario: Scenario, claims: Claims) -> Scenario:
     """Record parameters after each step, beginning with zeros."""
     steps = tuple(kind for kind in scenario.steps if kind != "wide")
-    return replace(scenario, fused=True, initial_value=0.0, training_loop=False, steps=steps)
+    return replace(
+        scenario,
+        fused=True,
+        fused_rate=claimed_rate(claims.fused),
+        initial_value=0.0,
+        training_loop=False,
+        steps=steps,
+    )
 
 
 def thin_out_sizes(scenario: Scenario, claims: Claims) -> Scenario:

@@ -103,8 +103,116 @@ def top_k_fused_sgd(state: State, bucket: Bucket) -> Result:
     return top_k(state, bucket).then(step)
 
 
+class OfEach:
+    """An optimizer of torch for each parameter, as ``_apply_optimizer_in_backward`` makes them."""
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.optimizers: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+
+    def step(self, parameter: torch.nn.Parameter) -> None:
+        if parameter not in self.optimizers:
+            self.optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        self.optimizers[parameter].step()
+
+
+def sgd_of_each(state: OfEach, bucket: Bucket) -> Result:
+    """Average, set each .grad in the callback, and step the optimizer of each parameter."""
+    buffer = dense(bucket)
+
+    def step(fut: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        mean = fut.value()[0]
+        for parameter, grad in zip(bucket.parameters(), _in_shape(bucket, mean), strict=True):
+            # Under gradient_as_bucket_view it stays a view, or None on a rank that has not used it.
+            is_there = parameter.grad is not None
+            if is_there:
+                parameter.grad.copy_(grad)
+            else:
+                parameter.grad = grad
+            state.step(parameter)
+            if not is_there:
+                parameter.grad = None
+        return mean
+
+    return (
+        dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+        .get_future()
+        .then(step)
+    )
+
+
+class RateOfTrainer:
+    """A group, and the trainer's optimizer, which has the learning rate."""
+
+    def __init__(self, process_group: Group, optimizer: torch.optim.Optimizer) -> None:
+        self.group = process_group
+        self.optimizer = optimizer
+
+
+def sgd_at_the_rate_of_the_trainer(state: RateOfTrainer, bucket: Bucket) -> Result:
+    """Average, and step SGD at the rate of the trainer's optimizer."""
+    buffer = dense(bucket)
+    rates = {p: group["lr"] for group in state.optimizer.param_groups for p in group["params"]}
+    dist.all_reduce(buffer.div_(state.group.size()), group=state.group)
+    with torch.no_grad():
+        for parameter, grad in zip(bucket.parameters(), _in_shape(bucket, buffer), strict=True):
+            parameter.sub_(grad, alpha=rates[parameter])
+    return completed(buffer)
+
+
+class Flat:
+    """Flat memory for the parameters of each bucket, made in the first step of that bucket.
+
+    It refuses parameters that have been moved out of it, and complex ones.
+    """
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        parameters = bucket.parameters()
+        if any(parameter.is_complex() for parameter in parameters):
+            raise TypeError("Flat takes no complex parameters")
+        key = tuple(map(id, parameters))
+        is_new = key not in self.made
+        if is_new:
+            numel = sum(parameter.numel() for parameter in parameters)
+            self.made[key] = torch.empty(numel, dtype=parameters[0].dtype)
+        flat = self.made[key]
+        for parameter, piece in zip(parameters, flat.split(sizes(bucket)), strict=True):
+            place = piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+            if is_new:
+                parameter.data = place.copy_(parameter)
+            elif parameter.numel() and parameter.data_ptr() != place.data_ptr():
+                raise RuntimeError("a parameter has new storage, and is stepped in flat memory")
+        return flat
+
+
+def flat_sgd(state: Flat, bucket: Bucket) -> Result:
+    """Average, and step all parameters of a bucket in one operation on flat memory."""
+    buffer = dense(bucket)
+    flat = state.of(bucket)
+
+    def step(fut: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        mean = fut.value()[0]
+        with torch.no_grad():
+            flat.sub_(mean, alpha=0.1)
+        return mean
+
+    return (
+        dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+        .get_future()
+        .then(step)
+    )
+
+
 RIGHT = [
     Right("fused_adam", "fused(Adam, lr=0.01)", f"{__name__}:Adam"),
     Right("fused_sgd", "fused(SGD, lr=0.1, weight_decay=0.01)", STATE),
+    Right("sgd_of_each", "fused(SGD, lr=0.1, momentum=0.9)", f"{__name__}:OfEach"),
+    Right("sgd_at_the_rate_of_the_trainer", "fused(SGD, lr=0.1)", f"{__name__}:RateOfTrainer"),
+    Right("flat_sgd", "fused(SGD, lr=0.1)", f"{__name__}:Flat"),
     Right("top_k_fused_sgd", "compressed(delta=0.25), fused(SGD, lr=0.1), dtypes(float32)", STATE),
 ]

@@ -29,7 +29,8 @@ from conformance.subjects.claims import Claims
 # The largest bound of a simulated result, as a share of the mean of the magnitudes, that decides.
 DECIDES = 1 / 2
 
-_OF_MODEL = re.compile(r"/(grad|result|dropped)/")
+_OF_MODEL = re.compile(r"/(grad|result|dropped|parameter)/")
+_OF_TWIN = {"/twin/": "/grad/", "/twin_parameter/": "/parameter/"}
 
 
 @dataclass
@@ -69,10 +70,11 @@ def twins_of(run: Run) -> Iterator[TwinRun]:
 
 
 def _of_twin(record: RankRecord) -> Tensors:
-    """Return a rank's tensors with the twin's gradients in place of the model's."""
-    own = {name: one for name, one in record.tensors.items() if not _OF_MODEL.search(name)}
-    gradients = {name.replace("/twin/", "/grad/"): tensor for name, tensor in own.items()}
-    return Tensors(record.rank, gradients)
+    """Return a rank's tensors with the twin's gradients and parameters in place of the model's."""
+    kept = {name: one for name, one in record.tensors.items() if not _OF_MODEL.search(name)}
+    for twins, models in _OF_TWIN.items():
+        kept = {name.replace(twins, models): tensor for name, tensor in kept.items()}
+    return Tensors(record.rank, kept)
 
 
 def cause_in_nodes(run: Run, step: int) -> str:

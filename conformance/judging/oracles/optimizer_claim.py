@@ -20,3 +20,9 @@ def make_optimizer(text: str, parameters: list[torch.nn.Parameter]) -> torch.opt
     }
     made: torch.optim.Optimizer = getattr(torch.optim, call.func.id)(parameters, **options)
     return made
+
+
+def claimed_rate(text: str) -> float:
+    """Return the learning rate of the optimizer that a claim names."""
+    optimizer = make_optimizer(text, [torch.nn.Parameter(torch.zeros(1, 1))])
+    return float(optimizer.defaults["lr"])

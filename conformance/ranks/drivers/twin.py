@@ -78,7 +78,9 @@ class Twin:
         return loss
 
     def end_step(self, step: int) -> None:
-        """End a step: make the trainer's call, and record the gradients if the groups differ."""
+        """End a step: make the trainer's call, and record the gradients if the groups differ, and
+        the parameters if the hook steps them.
+        """
         with self._doing("twin"):
             if self.model.case.after_backward:
                 self.model.case.after_backward()
@@ -87,4 +89,7 @@ class Twin:
                 if parameter.grad is not None:
                     gradient = lay_out(parameter.grad, "contiguous")
                     self._recorder.tensor(f"{step}/twin/{name}", gradient)
+                if self._scenario.fused:
+                    value = lay_out(parameter.detach(), "contiguous")
+                    self._recorder.tensor(f"{step}/twin_parameter/{name}", value)
         self.model.zero_grad(step)

@@ -39,8 +39,8 @@ class Observer:
         faults: may end the rank, or keep it out of the hook.
         schedule: holds this rank until its turn, and lets the peers in.
         streams: delays kernels around the hook, on CUDA.
-        other_gradients: compare the gradients outside the bucket before and after each call. Of
-            buckets whose gradients are views of them, only those that have not been reduced yet.
+        other_gradients: compare the gradients outside the bucket before and after each call, but
+            for those that an earlier call may still write.
         are_views: gradients are views of the buckets.
         is_quiet: keep the futures of a step and record nothing, since a thousand steps of events
             would take longer than the steps.
@@ -73,8 +73,9 @@ class Observer:
         self._streams = streams
         self._other_gradients = other_gradients
         self._are_views = are_views
-        # The parameters whose buckets may be in a collective.
-        self._in_flight: set[str] = set()
+        # The parameters of earlier calls of this step, each with its future. One whose callback
+        # the schedule holds is the hook's own object, which the schedule keeps as well.
+        self._in_flight: dict[str, Any] = {}
         # Of each future another Python object than the hook's own. DDP takes the C++ future and
         # drops the Python object at once, with everything that the hook has attached to it. A hook
         # may rely on such an attribute to keep a ``Work`` alive: it hangs in training, and would
@@ -104,23 +105,22 @@ class Observer:
         """
 
         def inside(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            self._calls.enter(bucket.buffer().device)
-            try:
-                result: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            finally:
-                self._calls.leave()
+            result: torch.futures.Future[torch.Tensor] = self._call_inside(hook, state, bucket)
             return result
 
         return inside
 
+    def _call_inside(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
+        self._calls.enter(bucket.buffer().device)
+        try:
+            return hook(state, bucket)
+        finally:
+            self._calls.leave()
+
     def _call_quietly(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
         self._calls.begin()
         buffer = bucket.buffer()
-        self._calls.enter(buffer.device)
-        try:
-            result = hook(state, bucket)
-        finally:
-            self._calls.leave()
+        result = self._call_inside(hook, state, bucket)
         _require_future(result)
         names = [self._names.get(id(parameter), "?") for parameter in bucket.parameters()]
         self._futures.append(({"parameters": names}, result, buffer))
@@ -135,10 +135,14 @@ class Observer:
             self.before_last()
         self._before_hook(number)
         inside = call["parameters"]
-        before = self._gradients_outside(number, inside) if self._other_gradients else {}
-        self._calls.enter(buffer.device)
+        outside = self._names_outside(number, inside) if self._other_gradients else []
+        before = self._gradients_of(outside)
+        held = [name for name in outside if self._is_held(name)]
+        written = []
         try:
-            result = hook(state, bucket)
+            result = self._call_inside(hook, state, bucket)
+            # Before the schedule lets callbacks run.
+            written = self._written(before, outside, held)
         # SystemExit and KeyboardInterrupt of a hook are on record too.
         except BaseException as error:
             self._recorder.event(
@@ -150,13 +154,10 @@ class Observer:
             )
             raise
         finally:
-            self._calls.leave()
             self._after_hook(number, call["is_last"])
         self._record_returned(number, result, buffer.device)
         if self._other_gradients:
-            after = self._gradients_outside(number, inside)
-            self._in_flight.update(inside)
-            written = [name for name, bits in after.items() if before.get(name) != bits]
+            self._in_flight.update(dict.fromkeys(inside, self._kept_future(result)))
             self._recorder.event("outside", call=number, written=written)
         # Only now: the breach is on record before DDP sees the error.
         _require_future(result)
@@ -248,8 +249,8 @@ class Observer:
             "gradient_views": views,
         }
 
-    def _gradients_outside(self, number: int, inside: list[str]) -> dict[str, str]:
-        """Return a checksum of each gradient outside the bucket, by parameter name.
+    def _names_outside(self, number: int, inside: list[str]) -> list[str]:
+        """Return parameters outside the bucket whose gradients nobody may write now.
 
         A model of many parameters has many buckets: then each call looks at some of the gradients,
         and the next call at others.
@@ -257,20 +258,54 @@ class Observer:
         outside = [name for name in self._parameters if name not in inside]
         apart = -(-len(outside) // _LOOKED_AT)
         chosen = outside[number % apart :: apart] if apart else []
-        grads = {name: self._parameters[name].grad for name in chosen}
+        return [name for name in chosen if not self._may_be_written(name)]
+
+    def _gradients_of(self, names: list[str]) -> dict[str, str]:
+        """Return a checksum of each gradient, by parameter name.
+
+        Sparse gradients are left out once their buckets are in flight: they are the buckets' own
+        memory.
+        """
+        grads = {name: self._parameters[name].grad for name in names}
         return {
             name: sampled_checksum(grad)
             for name, grad in grads.items()
-            if grad is not None and not self._may_be_written(name, grad)
+            if grad is not None and (grad.layout == torch.strided or name not in self._in_flight)
         }
 
-    def _may_be_written(self, name: str, grad: torch.Tensor) -> bool:
-        """Whether a collective of an earlier call writes a gradient meanwhile.
+    def _written(self, before: dict[str, str], names: list[str], held: list[str]) -> list[str]:
+        """Return the parameters whose gradients a call has changed or made.
 
-        That is so if the gradient is the bucket's own memory, as a view or as a sparse tensor.
+        Args:
+            before: the checksums before the call.
+            names: the parameters to look at.
+            held: those whose callbacks the schedule held then; the call may have let them run.
         """
-        is_in_bucket = self._are_views or grad.layout != torch.strided
-        return is_in_bucket and name in self._in_flight
+        after = self._gradients_of(names)
+        changed = [name for name, bits in after.items() if before.get(name) != bits]
+        return [name for name in changed if name not in held or self._is_held(name)]
+
+    def _may_be_written(self, name: str) -> bool:
+        """Whether an earlier call, or its collective, may write a gradient meanwhile.
+
+        A collective may if gradients are views of the buckets. So may a callback of the call's
+        future: that of a hook which sets the .grad of its bucket and then steps an optimizer. DDP
+        writes these gradients after it. A callback that the schedule holds does not run.
+        """
+        if name not in self._in_flight:
+            return False
+        future = self._in_flight[name]
+        is_done = future is None or future.done() or self._schedule.holds(future)
+        return self._are_views or not is_done
+
+    def _is_held(self, name: str) -> bool:
+        return name in self._in_flight and self._schedule.holds(self._in_flight[name])
+
+    def _kept_future(self, result: Any) -> Any:
+        """Return what to keep of a call's result to see whether it is done."""
+        if not isinstance(result, AnyFuture):
+            return None
+        return result if self._schedule.holds(result) else another_object(result)
 
 
 def _require_future(result: Any) -> None:

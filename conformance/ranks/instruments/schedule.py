@@ -103,6 +103,10 @@ class Schedule:
         if self._callbacks:
             self._callbacks.release(self._call)
 
+    def holds(self, future: Any) -> bool:
+        """Whether a future stands for a callback that is held, and that nobody has released."""
+        return self._callbacks is not None and self._callbacks.holds(future)
+
     @property
     def _signals_calls(self) -> bool:
         """Whether peers wait for this rank's calls."""
@@ -223,6 +227,11 @@ class _Callbacks:
             if held:
                 self._released.append((call, held))
                 self._changed.notify_all()
+
+    def holds(self, future: Any) -> bool:
+        """Whether a future stands for a callback that has not been released."""
+        with self._changed:
+            return any(held.late is future for held in self._held)
 
     def _ready(self, held: _Held, future: Any) -> None:
         with self._changed:

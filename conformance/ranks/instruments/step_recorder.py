@@ -42,13 +42,15 @@ class StepRecorder:
         self._generators_before: dict[str, str] = {}
         self._allocated_before = 0
         self._parameters_before: dict[str, str] = {}
+        self._addresses_before: dict[str, int] = {}
         self._buffers_before: dict[str, str] = {}
         self._moments = Moments(scenario) if scenario.folded == "moments" else None
 
     def before_step(self) -> None:
-        """Remember the states of the generators and the bits of the parameters."""
+        """Remember the states of the generators, and the bits and addresses of the parameters."""
         self._generators_before = process_state.rng()
         self._parameters_before = self._parameter_checksums()
+        self._addresses_before = self._addresses()
 
     def before_backward(self) -> None:
         """Remember the bits of the buffers, which the forward may have changed."""
@@ -62,9 +64,15 @@ class StepRecorder:
         after = self._parameter_checksums()
         buffers = self._buffer_checksums()
         generators = self._generators_before
+        addresses = self._addresses()
         self._recorder.event(
             "stepped",
             parameters_changed=[name for name, bits in after.items() if before[name] != bits],
+            parameters_moved=[
+                name
+                for name, address in self._addresses_before.items()
+                if addresses[name] != address
+            ],
             buffers_changed=[
                 name for name, bits in self._buffers_before.items() if buffers[name] != bits
             ],
@@ -164,6 +172,14 @@ class StepRecorder:
 
     def _parameter_checksums(self) -> dict[str, str]:
         return {name: checksum(parameter) for name, parameter in self._parameters.items()}
+
+    def _addresses(self) -> dict[str, int]:
+        """Return the address of each parameter that has elements."""
+        return {
+            name: parameter.data_ptr()
+            for name, parameter in self._parameters.items()
+            if parameter.numel()
+        }
 
     def _buffer_checksums(self) -> dict[str, str]:
         return {name: checksum(buffer) for name, buffer in self._model.model.named_buffers()}

@@ -21,6 +21,7 @@ from conformance.ranks.models.training_loop import TrainingLoop
 from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
 from conformance.records.files import MODEL, MODEL_MADE, STATE
 from conformance.scenarios.gradients import uses
+from conformance.scenarios.kept_gradients import zeroes_in_place
 from conformance.scenarios.learning_rates import learning_rates
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
@@ -81,11 +82,13 @@ class DDPModel:
         self.belongs_to_ddp = False
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        # A probe keeps its parameters: rules judge its gradients alone.
+        # A probe keeps its parameters, or the hook steps them: this optimizer makes no step.
         is_probe = bool(self.scenario.params)
         options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
         if self.scenario.long_run:
             options["lr"] = next(iter(learning_rates(self.scenario)), 0.0)
+        if self.scenario.fused:
+            options["lr"] = self.scenario.fused_rate
         return torch.optim.SGD(self.model.parameters(), **options)
 
     def set_learning_rate(self, rate: float) -> None:
@@ -255,8 +258,12 @@ class DDPModel:
             self.optimizer.step()
 
     def zero_grad(self, step: int) -> None:
-        """Forget the gradients; a training loop zeroes them in even steps, as scripts may."""
-        keeps = self.training_loop is not None and step % 2 == 0
+        """Forget the gradients, or zero them in place, as scripts may.
+
+        A training loop zeroes them in even steps, and a long run in drawn ones.
+        """
+        in_loop = self.training_loop is not None and step % 2 == 0
+        keeps = in_loop or zeroes_in_place(self.scenario, step)
         self.optimizer.zero_grad(set_to_none=not keeps)
 
     def save(self, folder: Path) -> None:
