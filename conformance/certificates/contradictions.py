@@ -54,6 +54,7 @@ CLAIMED_RULES = {
     "14.13": "min_world_size",
     "14.20": "like",
     "15.20": "min_world_size",
+    "15.43": "averages",
     "16.17": "min_world_size",
     "18.3": "divided",
     "18.14": "rounded",

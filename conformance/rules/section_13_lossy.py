@@ -141,7 +141,7 @@ def unbiased(run: Run, claims: Claims, found: Found) -> None:
 )
 def warm_up(run: Run, claims: Claims, found: Found) -> None:
     """Under ``warmup(k)`` the first k steps give the exact mean, and the next one does not. The
-    last of them feeds random values, which no narrower dtype holds.
+    last exact step feeds random values, which no narrower dtype holds.
 
     Under ``local`` all ranks may average for good, so that every step gives the mean: if any step
     differs, then the first one after the warm-up must.
