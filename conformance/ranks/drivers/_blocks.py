@@ -293,10 +293,12 @@ class Calls(Stack):
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
         other = self.other(x)
         joined, summed = self._joined(0, self.stem(x), other, self.scale * 2)
-        same = self.blocks[1](joined)
+        # Products of products would let three steps end in values that are not finite.
+        same = self.blocks[1](joined).tanh()
         joined, of_two = self._joined(2, same, same, self.scale * 3)
-        made, of_three = self._joined(3, joined, other.sin(), joined)
-        return self.head(made) + (summed + of_two + of_three).repeat(1, 2)
+        same = joined.tanh()
+        made, of_three = self._joined(3, same, other.sin(), same)
+        return self.head(made.tanh()) + (summed + of_two + of_three).repeat(1, 2)
 
     def _joined(
         self, index: int, left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor

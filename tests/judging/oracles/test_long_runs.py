@@ -404,8 +404,8 @@ Actual: 0.133459369 on rank 0, steps 900 to 902, parameter p0, index (0, 0)
 Likely cause: 5 of 1667 groups of steps are wrong, among them steps 900, 1899, 2898, 3900
 Expected: results that sum to the means, within 64.9, the largest sum of residuals
 Actual: rank 0, step 1223, parameter p0 (step 1221 after the warm-up): the sum of all
-    results so far is off by 68.6; at the end by 68.6, with a limit of 7.42
-Likely cause: over the whole run results are 0.9894 times the means
+    results so far is off by 67.3; at the end by 67.3, with a limit of 7.42
+Likely cause: over the whole run results are 0.9897 times the means
 Expected: finite values for finite gradients
 Actual: rank 0, step 77, parameter p0: some are not, or there is no gradient
 Likely cause: this step alone, of 1316, is wrong
