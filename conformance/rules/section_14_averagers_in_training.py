@@ -178,15 +178,16 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
     same averager loads. In between come a drawn number of steps, with at least one average. An
     averager without state_dict() or load_state_dict() is not judged by that run.
     """
-    if run.ranks[0].first("not_rolled_back"):
-        found.leaves_out(
-            "it lacks state_dict() or load_state_dict(): no run that goes back is judged"
-        )
-        return
-    event = run.ranks[0].first("saved") or run.ranks[0].first("loaded")
-    if event and event["nothing"]:
+    rank = run.ranks[0]
+    event = rank.first("saved") or rank.first("loaded") or rank.first("not_rolled_back")
+    if event and event.get("nothing"):
         found.does_not_apply(
             "it has neither state_dict() nor step: its schedule begins anew after a checkpoint"
+        )
+        return
+    if rank.first("not_rolled_back"):
+        found.leaves_out(
+            "it lacks state_dict() or load_state_dict(): no run that goes back is judged"
         )
         return
     require_right(run, claims, found, must_change=True, evaluated=True)

@@ -154,6 +154,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
         ),
         (
             "14.19",
+            having(averaged, "not_rolled_back", nothing=True),
+            "",
+            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint",
+        ),
+        (
+            "14.19",
             having(averaged, "not_rolled_back"),
             "",
             "it lacks state_dict() or load_state_dict(): no run that goes back is judged",

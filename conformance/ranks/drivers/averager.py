@@ -371,8 +371,11 @@ class AveragerDriver(RankDriver):
                 self.save({"step": averager.step})
             else:
                 self.save(None)
-        has_state = hasattr(averager, "state_dict") or hasattr(averager, "step")
-        self.recorder.event("saved", nothing=not has_state)
+        self.recorder.event("saved", nothing=not self._has_state())
+
+    def _has_state(self) -> bool:
+        averager = self.trainee.averager
+        return hasattr(averager, "state_dict") or hasattr(averager, "step")
 
     def _load_averager(self) -> None:
         averager = self.trainees[0].averager
@@ -401,7 +404,7 @@ class AveragerDriver(RankDriver):
         averager = self.trainee.averager
         names = ("state_dict", "load_state_dict")
         if not all(callable(getattr(averager, name, None)) for name in names):
-            self.recorder.event("not_rolled_back")
+            self.recorder.event("not_rolled_back", nothing=not self._has_state())
             return
         saved = BytesIO()
         with self.doing("state_dict"):
