@@ -135,8 +135,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, draw: Callable[[Sequence[int]], torch.Tensor]) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Linear(WIDTH, RANK, bias=False)
-        self.up = nn.Linear(RANK, 2 * WIDTH, bias=False)
+        # Made within a step, in which the random generators are watched.
+        self.down = nn.utils.skip_init(nn.Linear, WIDTH, RANK, bias=False)
+        self.up = nn.utils.skip_init(nn.Linear, RANK, 2 * WIDTH, bias=False)
         for layer in (self.down, self.up):
             layer.weight = nn.Parameter(draw(layer.weight.shape) / WIDTH**0.5)
 
