@@ -111,13 +111,13 @@ def test_is_certified(
     assert refused == {}, "\n".join(f"{number}: {why}" for number, why in refused.items())
 
 
-# One for each lossy promise.
-AT_SIZES = ("top_k", "ef21", "fp8", "gaussian_noise", "ring_gossip")
+# One for each lossy promise, and one with a warm-up.
+AT_SIZES = ("top_k", "ef21", "fp8", "gaussian_noise", "ring_gossip", "by_shards")
 
 
 def at_sizes() -> list[Case]:
-    """Return a right subject of each lossy promise, to be judged at the sizes of training, where
-    each promise is judged by code of its own.
+    """Return a right subject of each lossy promise, and one with a warm-up, to be judged at the
+    sizes of training, where each promise is judged by code of its own.
     """
     rules = tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section == "22")
     chosen = [
@@ -131,7 +131,11 @@ def at_sizes() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("case", at_sizes(), ids=promise)
+@pytest.mark.parametrize(
+    "case",
+    at_sizes(),
+    ids=lambda case: promise(case) + "-after-a-warm-up" * ("warmup" in case.claims),
+)
 def test_is_certified_at_the_sizes_of_training(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:

@@ -41,9 +41,10 @@ def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> b
 
 
 def require_warm_up(run: Run, claims: Claims, found: Found) -> bool:
-    """Require exact results in the steps of a claimed warm-up; return whether they are."""
-    exact = Claims(world_only=claims.world_only)
-    return require_steps(run, exact, found, list(range(claims.warmup)))
+    """Require the mean, rounded if that is claimed, in the steps of a claimed warm-up; return
+    whether they give it.
+    """
+    return require_steps(run, claims.of_warmup, found, list(range(claims.warmup)))
 
 
 def require_meeting(run: Run, claims: Claims, found: Found, first: int = 0) -> None:

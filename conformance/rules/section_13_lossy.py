@@ -1,8 +1,11 @@
 """Section 13: hooks whose result is not the mean, or that step the parameters, too."""
 
+from dataclasses import replace
+
 import torch
 
 from conformance.judging.oracles import lossy
+from conformance.judging.oracles import mean as oracle
 from conformance.judging.oracles.impulses import require_answers
 from conformance.judging.oracles.lossy import likeness
 from conformance.judging.requirements import (
@@ -137,11 +140,13 @@ def unbiased(run: Run, claims: Claims, found: Found) -> None:
     judges_lossy_results=True,
     source="torch documentation, PowerSGDState: start_powerSGD_iter; PostLocalSGDState: "
     "start_localSGD_iter",
-    remedy="a comparison that is off by one; a count of buckets instead of steps",
+    remedy="a comparison that is off by one; a count of buckets instead of steps; if values are "
+    "rounded in the warm-up on purpose, claim warmup(k, rounded=bfloat16) or float16",
 )
 def warm_up(run: Run, claims: Claims, found: Found) -> None:
     """Under ``warmup(k)`` the first k steps give the exact mean, and the next one does not. The
-    last exact step feeds random values, which no narrower dtype holds.
+    last exact step feeds random values, which no narrower dtype holds. Under ``rounded=`` the first
+    k steps give the mean of rounded values, and that last one shows that they are rounded.
 
     Under ``local`` all ranks may average for good, so that every step gives the mean: if any step
     differs, then the first one after the warm-up must.
@@ -151,6 +156,14 @@ def warm_up(run: Run, claims: Claims, found: Found) -> None:
         return
     if not require_warm_up(run, claims, found):
         return
+    strict = replace(claims.of_warmup, rounded=None)
+    random = [step for step in run.steps("normal") if step < claims.warmup]
+    if claims.warmup_rounded and random:
+        found.require(
+            any(oracle.compare(run, step, strict).mismatch for step in random),
+            f"values rounded to {claims.warmup_rounded} in the warm-up",
+            "every element of its random steps is as exact as without rounding",
+        )
     steps = range(claims.warmup, len(run.scenario.steps))
     first = next((step for step in steps if lossy.differs(run, step, claims)), None)
     is_local_mean = first is None and claims.lossy == LOCAL

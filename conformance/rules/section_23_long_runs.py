@@ -71,7 +71,7 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     if not claims.lossy:
         long_runs.require_exact(record, range(record.feed.rounds), found)
         return
-    exact = LongRecord(run, Claims(world_only=claims.world_only))
+    exact = LongRecord(run, claims.of_warmup)
     if claims.warmup and not long_runs.require_exact(exact, range(record.warm_up), found):
         return
     if claims.lossy == UNBIASED:

@@ -20,9 +20,9 @@ from conformance.subjects.kinds._lossy import (
     DIFFERENCE,
     FEEDBACK,
     LOCAL,
+    ROUNDED_DTYPES,
     UNBIASED,
 )
-from conformance.subjects.kinds.hook import ROUNDED_DTYPES
 
 AUTO = "auto"  # the value of --claims that tries claims
 _CLAIM = re.compile(r"(?P<name>[^\W\d]\w*)\s*(\((?P<arguments>.*)\))?", re.DOTALL)
@@ -46,6 +46,7 @@ class Claims:
         noise: the deviation of the noise that a rank adds to each element; 0 for none.
         warmup: steps before the first lossy one, as far as they are on record.
         long_warmup: all of these steps, if there are more than are on record; else 0.
+        warmup_rounded: the dtype that values are rounded to in these steps, or None.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
         after: steps before the first in which a fused hook steps its parameters.
         frees_gradients: a fused hook leaves no gradients when backward is over.
@@ -77,6 +78,7 @@ class Claims:
     noise: float = 0.0
     warmup: int = 0
     long_warmup: int = 0
+    warmup_rounded: str | None = None
     fused: str = ""
     after: int = 0
     frees_gradients: bool = False
@@ -103,6 +105,11 @@ class Claims:
     def steps_of_warmup(self) -> int:
         """The number of steps before the first lossy one."""
         return self.long_warmup or self.warmup
+
+    @property
+    def of_warmup(self) -> "Claims":
+        """The claims that choose the right result in the steps of the warm-up."""
+        return Claims(rounded=self.warmup_rounded, world_only=self.world_only)
 
     @property
     def mixes(self) -> bool:

@@ -136,6 +136,43 @@ def warm_up_of_large_buckets_in_half(state: Halving, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+# A warm-up that is claimed to be rounded
+
+
+def warm_up_as_claimed_exact(state: Halving, bucket: Bucket) -> Result:
+    """Round nothing in a warm-up that is claimed to be rounded."""
+    if state.is_warm(bucket):
+        return average(bucket, state.group)
+    return _send_half(state, bucket)
+
+
+def rounded_warm_up_in_bfloat16(state: Halving, bucket: Bucket) -> Result:
+    """Send bfloat16 in a warm-up that is claimed to be in float16."""
+    if state.is_warm(bucket) and is_dense(bucket):
+        return send_as(torch.bfloat16, bucket, state.group)
+    return _send_half(state, bucket)
+
+
+def rounded_warm_up_of_few_bits(state: Halving, bucket: Bucket) -> Result:
+    """Drop three of bfloat16's bits in a warm-up that is claimed to be in bfloat16."""
+    if not (state.is_warm(bucket) and is_dense(bucket)):
+        return _send_half(state, bucket)
+    buffer = bucket.buffer()
+    if buffer.dtype == torch.float32:
+        buffer.copy_(buffer.view(torch.int32).bitwise_and(-(1 << 19)).view(torch.float32))
+    return send_as(torch.bfloat16, bucket, state.group)
+
+
+def rounded_warm_up_of_large_buckets(state: Halving, bucket: Bucket) -> Result:
+    """Leave the tail of a bucket of more than 30,000 elements out of a warm-up in bfloat16."""
+    if not (state.is_warm(bucket) and is_dense(bucket)):
+        return _send_half(state, bucket)
+    buffer = bucket.buffer()
+    if buffer.numel() > 30_000:
+        buffer[30_000:] = 0
+    return send_as(torch.bfloat16, bucket, state.group)
+
+
 # Two models in one backward
 
 _values: dict[int, torch.Tensor] = {}
@@ -195,6 +232,8 @@ _STATE = f"{__name__}:Halving"
 _DRAWN = f"{__name__}:DrawnHalf"
 _WARM = (f"{_FEEDBACK}, warmup(2)", f"{_STATE},warm_up=2")
 _WARM_ONCE = (f"{_FEEDBACK}, warmup(1)", f"{_STATE},warm_up=1")
+_IN_FLOAT16 = "warmup(2, rounded=float16)"
+_IN_BFLOAT16 = "warmup(2, rounded=bfloat16)"
 
 MUTANTS = [
     Mutant("warm_up_divided_by_world", ("2.7",), *_WARM),
@@ -205,6 +244,11 @@ MUTANTS = [
     Mutant("warm_up_in_bfloat16", ("13.4",), *_WARM_ONCE),
     Mutant("warm_up_of_few_bits", ("13.4",), *_WARM),
     Mutant("warm_up_of_large_buckets_in_half", ("22.1",), *_WARM),
+    Mutant("warm_up_as_claimed_exact", ("13.4",), f"{_FEEDBACK}, {_IN_BFLOAT16}", _WARM[1]),
+    Mutant("warm_up_as_claimed_exact", ("13.4",), f"{_FEEDBACK}, {_IN_FLOAT16}", _WARM[1]),
+    Mutant("rounded_warm_up_in_bfloat16", ("13.4",), f"{_FEEDBACK}, {_IN_FLOAT16}", _WARM[1]),
+    Mutant("rounded_warm_up_of_few_bits", ("13.4",), f"{_FEEDBACK}, {_IN_BFLOAT16}", _WARM[1]),
+    Mutant("rounded_warm_up_of_large_buckets", ("22.1",), f"{_FEEDBACK}, {_IN_BFLOAT16}", _WARM[1]),
     Mutant("residual_of_the_latest_call", ("11.7",), _FEEDBACK, _STATE),
     Mutant("places_of_the_latest_call", ("11.7",), "compressed(delta=0.25)", _DRAWN),
 ]

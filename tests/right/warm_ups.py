@@ -56,10 +56,14 @@ def in_callbacks(state: Warm, bucket: Bucket) -> Result:
 
     In the first steps nothing is left out, and the callback of the same function divides.
     """
+    return _send_largest(state, bucket, everything=state.is_exact(bucket))
+
+
+def _send_largest(state: Warm, bucket: Bucket, everything: bool = False) -> Result:
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     sent = total.clone()
-    if not state.is_exact(bucket):
+    if not everything:
         smallest = total.abs().topk(total.numel() // 2, largest=False).indices
         sent[smallest] = 0
     left = total - sent
@@ -73,6 +77,30 @@ def _finish(state: Warm, bucket: Bucket, left: torch.Tensor, dtype: torch.dtype)
         return done.value()[0].div_(state.group.size()).to(dtype)
 
     return finish
+
+
+class InHalf(Warm):
+    """A state whose exact steps send half precision.
+
+    Args:
+        process_group: the group to average over.
+        dtype: the name of the dtype that they send.
+    """
+
+    def __init__(self, process_group: Group, dtype: str) -> None:
+        super().__init__(process_group)
+        self.dtype = getattr(torch, dtype)
+
+
+def begins_in_half(state: InHalf, bucket: Bucket) -> Result:
+    """Send half precision in the first steps, and then the larger half of the elements."""
+    if not state.is_exact(bucket):
+        return _send_largest(state, bucket)
+    buffer = dense(bucket)
+    # Complex numbers are sent as they are.
+    sent = buffer.clone() if buffer.is_complex() else buffer.to(state.dtype, copy=True)
+    work = dist.all_reduce(sent.div_(state.group.size()), group=state.group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].to(buffer.dtype))
 
 
 def sums_in_double(state: Warm, bucket: Bucket) -> Result:
@@ -97,10 +125,19 @@ def sums_in_double(state: Warm, bucket: Bucket) -> Result:
 _TWO = f"{__name__}:Warm"
 _ONE = f"{__name__}:Warm,exact=1"
 _NONE = f"{__name__}:Warm,exact=0"
+_IN_BFLOAT16 = f"{__name__}:InHalf,dtype=bfloat16"
+_IN_FLOAT16 = f"{__name__}:InHalf,dtype=float16"
 
 RIGHT = [
     Right("by_shards", "compressed(delta=0.9), warmup(2)", _TWO, sections=COMPRESSORS),
     Right("in_callbacks", "compressed(delta=0.5), warmup(2)", _TWO),
     Right("in_callbacks", "compressed(delta=0.5)", _NONE, sections=("11", "13")),
+    Right("begins_in_half", "compressed(delta=0.5), warmup(2, rounded=bfloat16)", _IN_BFLOAT16),
+    Right(
+        "begins_in_half",
+        "compressed(delta=0.5), warmup(2, rounded=float16)",
+        _IN_FLOAT16,
+        sections=COMPRESSORS,
+    ),
     Right("sums_in_double", "compressed(delta=0.5), warmup(1)", _ONE, sections=COMPRESSORS),
 ]

@@ -58,6 +58,10 @@ FORMS = [
         ("poststep(call=flush), chained", Claims(poststep=True, call="flush", chained=True)),
         ("local, warmup(4)", Claims(lossy="local", warmup=4)),
         (
+            "unbiased, warmup(4, rounded=float16)",
+            Claims(lossy="unbiased", warmup=4, warmup_rounded="float16"),
+        ),
+        (
             "fused(optim.SGD, lr=0.1, momentum=0.9, after=2)",
             Claims(fused="SGD(lr=0.1, momentum=0.9)", after=2),
         ),
@@ -92,6 +96,7 @@ def test_parses(text: str, claims: Claims) -> None:
         "compressed(ratio=0.5)",
         "local(ratio=0)",
         "compressed(feedback=ef21), warmup(3)",
+        "compressed, warmup(300, rounded=bfloat16)",
         "compressed(feedback=False, delta=0.5), world_only",
         "compressed(feedback=False, delta=0.9999, ratio=0.2505)",
         "compressed(delta=0.9999999)",
@@ -172,6 +177,7 @@ def test_the_text_of_claims(kind: str, typed: str, text: str) -> None:
         ("exact, unbiased", "exact contradicts unbiased"),
         ("warmup(3)", "warmup needs a lossy claim"),
         ("compressed, warmup(0)", "from 1 to 2000"),
+        ("compressed, warmup(2, rounded=float32)", "takes rounded=, float16 or bfloat16"),
         ("compressed, warmup(2001)", "from 1 to 2000"),
         ("compressed, warmup(51), fused(SGD, lr=0.1)", "at most 50 steps"),
         ("dtypes(int8)", "dtypes takes float32"),
@@ -329,7 +335,7 @@ RANDOM_ARGUMENTS: dict[str, dict[str, Arguments]] = {
         "scaled": _nothing,
         "keeps_unused": _nothing,
         "rescaled": lambda rng: ["call=rescale"],
-        "warmup": lambda rng: [str(rng.randint(1, 50))],
+        "warmup": lambda rng: [str(rng.randint(1, 50)), *_some(rng, "rounded=bfloat16")],
         "fused": lambda rng: [
             rng.choice(["SGD", "optim.Adam"]),
             *_options(rng),

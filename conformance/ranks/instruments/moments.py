@@ -11,12 +11,15 @@ from conformance.scenarios.gradients import table
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.tables import BEYOND, rows, windows
 
+_OF_WARM_UPS = ("crafted", "normal")  # kinds of gradients
+
 
 class Moments:
     """Computes the moments of one model's results.
 
     Args:
-        scenario: its steps feed crafted gradients, then perhaps faint ones, heavy ones and zeros.
+        scenario: its steps feed those of a warm-up, then perhaps faint gradients, heavy ones and
+            zeros.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -33,9 +36,10 @@ class Moments:
         Args:
             flats: the results by the number of their parameter.
             world: the number of ranks.
-            step: the step. Sums begin at the first step that feeds no crafted gradients.
+            step: the step. Those of a warm-up, which come first, have no moments and no part in
+                the sums: no residual is left of them.
         """
-        if self._scenario.steps[step] == "crafted":
+        if self._scenario.steps[step] in _OF_WARM_UPS:
             return {}
         tables = fed_tables(self._scenario, world)
         for index, flat in flats.items():

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from conformance.subjects.claims import Claims
 
 DEFAULT_DELTA = 0.1
+ROUNDED_DTYPES = ("float16", "bfloat16")
 LONGEST_WARMUP = 2_000  # steps
 # Up to so many steps of a warm-up are on record in every run. Of a longer one only the last steps
 # are, and the long run has all.
@@ -215,6 +216,12 @@ LOCAL_RESULT = Claim(
 
 
 def _read_warmup(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if "rounded" in options:
+        dtype = options.pop("rounded")
+        if dtype not in ROUNDED_DTYPES:
+            raise ValueError(f"takes rounded=, float16 or bfloat16; got {dtype!r}")
+        values["warmup_rounded"] = dtype
     # Every run is longer by the warm-up, so a very long one would make them slow.
     is_number = len(args) == 1 and not options and args[0].isdigit()
     if not is_number or not 1 <= int(args[0]) <= LONGEST_WARMUP:
@@ -224,12 +231,15 @@ def _read_warmup(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
         )
     steps = int(args[0])
     if steps > RECORDED_WARMUP:
-        return {"warmup": STEPS_OF_LONG_WARMUP, "long_warmup": steps}
-    return {"warmup": steps}
+        return {"warmup": STEPS_OF_LONG_WARMUP, "long_warmup": steps, **values}
+    return {"warmup": steps, **values}
 
 
 def _write_warmup(claims: "Claims") -> str | None:
-    return f"warmup({claims.steps_of_warmup})" if claims.warmup else None
+    if not claims.warmup:
+        return None
+    rounded = f"rounded={claims.warmup_rounded}" if claims.warmup_rounded else ""
+    return write_call("warmup", str(claims.steps_of_warmup), rounded)
 
 
 WARMUP = Claim(
@@ -238,6 +248,12 @@ WARMUP = Claim(
         Form(
             "warmup(2)",
             "The result is exact in the first two steps; combines with a lossy claim.",
+            "13.4",
+        ),
+        Form(
+            "warmup(2, rounded=bfloat16)",
+            "In the first two steps the result is the mean of the values rounded to that dtype, as "
+            "bf16_compress_wrapper around PowerSGD gives it.",
             "13.4",
         ),
     ),

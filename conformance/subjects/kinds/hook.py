@@ -49,6 +49,7 @@ from conformance.subjects.kinds._lossy import (
     COMPRESSED,
     LOCAL_RESULT,
     RECORDED_WARMUP,
+    ROUNDED_DTYPES,
     UNBIASED_RESULT,
     WARMUP,
     read_ratio,
@@ -58,7 +59,6 @@ from conformance.subjects.kinds._lossy import (
 if TYPE_CHECKING:
     from conformance.subjects.claims import Claims
 
-ROUNDED_DTYPES = ("float16", "bfloat16")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
 OPTIMIZERS = (
     "SGD",

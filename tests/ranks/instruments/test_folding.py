@@ -84,6 +84,10 @@ def test_moments_are_the_products_with_the_gradients():
     assert fed_tables(scenario, 2).shape == (2, PERIOD)
 
 
-def test_warm_up_steps_have_no_moments():
-    scenario = Scenario("made", "", (Param((40,)),), ("crafted", "heavy_last"), period=PERIOD)
-    assert Moments(scenario).of({0: torch.ones(40)}, 2, 0) == {}
+def test_warm_up_steps_have_no_moments_and_no_part_in_the_sum():
+    kinds = ("crafted", "normal", "faint", "heavy_last")
+    scenario = Scenario("made", "", (Param((40,)),), kinds, period=PERIOD)
+    moments = Moments(scenario)
+    of_steps = [moments.of({0: torch.ones(40)}, 2, step) for step in range(4)]
+    assert of_steps[:2] == [{}, {}]
+    torch.testing.assert_close(of_steps[2]["sum"], of_steps[2]["result"])
