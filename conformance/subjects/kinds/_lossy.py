@@ -252,8 +252,8 @@ WARMUP = Claim(
         ),
         Form(
             "warmup(2, rounded=bfloat16)",
-            "In the first two steps the result is the mean of the values rounded to that dtype: the "
-            "hook sends half precision until it compresses.",
+            "In the first two steps the result is the mean of the values rounded to that dtype: "
+            "the hook sends half precision until it compresses.",
             "13.4",
         ),
     ),
