@@ -33,10 +33,12 @@ from conformance.scenarios.wrapper_training import (
     FROZEN,
     GRAPHS,
     HALF,
+    IN_CONTAINERS,
     INDICES,
     INPUTS,
     LARGE,
     LONG,
+    OF_INTEGERS,
     OF_MODULES,
     PENALTY,
     RANGES,
@@ -62,9 +64,10 @@ parity_rule = partial(rule, reads_all_runs=True, baseline="vanilla", since="1.3"
     "because the network computes in float32; segments of an nn.Sequential that leave out a rest",
 )
 def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """In float32, on random values, outputs and gradients of linear layers, norms and attention are
-    those without the wrapper up to 2**-14 of the largest magnitude; so are those of nn.Sequential,
-    with each number of layers from 3 to 7, and with a drawn one from 8 to 16.
+    """In float32, on random values, outputs and gradients of linear layers, norms, attention, and
+    convolutions of one, two and three dimensions are those without the wrapper up to 2**-14 of the
+    largest magnitude; so are those of nn.Sequential, with each number of layers from 3 to 7, and
+    with a drawn one from 8 to 16.
 
     This is the loss by another order of summation; activations in float16 or bfloat16 lose more.
     """
@@ -327,18 +330,20 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "x: torch compares the versions of saved tensors alone; pass inputs as arguments, or save "
     "them; inputs by keyword or in containers, whose versions torch's checkpoint does not compare; "
     "hooks on saved tensors that keep a tensor itself: torch compares no versions of what hooks "
-    "return; copy it, or compare tensor._version; versions that are noted after the forward, which "
-    "may have changed its input",
+    "return, of indices and masks neither; copy it, or compare tensor._version; versions that are "
+    "noted after the forward, which may have changed its input",
 )
 def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """The input of a block that does not save it may be changed after the forward: by
     x.add_(block(x)), by a sum into some of its columns, or by the next batch. Gradients are those
-    without the wrapper, or the wrapper raises an error. Inputs are given by position, by keyword
-    and in a list; with the claim reentrant those in a list have no gradients. The same holds if
-    the first operation of the block changes its own input: a second forward has another one.
+    without the wrapper, or the wrapper raises an error. Inputs are given by position, by keyword,
+    in a list, in a dict and in a list of a dict; with the claim reentrant this does not apply to
+    tensors in containers. The same holds if the first operation of the block changes its own input:
+    a second forward has another one.
 
     If the block saves the input, or its output, and that is changed, autograd raises an error. So
-    does the wrapper, or gradients are those of the tensors as they were.
+    does the wrapper, or gradients are those of the tensors as they were. The block also saves
+    indices, a mask and bytes, which are given by position, by keyword or in a dict.
 
     The same holds for the block's parameters and buffers, as an optimizer changes them, unless the
     block runs again in the backward: 19.37.
@@ -346,8 +351,9 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     The order of these is drawn from the session's seed.
     """
     of_modules = OF_MODULES if runs_again(runs) else ()
-    of_lists = ("list",) if claims.has("reentrant") else ()
-    require_same_or_refused(without_ways(runs, (*of_modules, *of_lists)), found)
+    mapped = (way for way, given in OF_INTEGERS.items() if given == "mapping")
+    in_containers = (*IN_CONTAINERS, *mapped) if claims.has("reentrant") else ()
+    require_same_or_refused(without_ways(runs, (*of_modules, *in_containers)), found)
 
 
 @parity_rule(

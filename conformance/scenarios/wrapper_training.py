@@ -4,7 +4,8 @@ Networks compute in float32 on random values, in one process each: nothing avera
 ``variant`` selects the work of a step (``ranks/drivers/_wrapper_training.py``). These numbers are
 drawn from the session's seed:
 
-wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16
+wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16; the batches and sizes
+                 of signals, images and volumes for convolutions
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
@@ -35,8 +36,8 @@ TRAINING = "training_"
 SINGLE = replace(
     PLAIN,
     name="wrapper_single",
-    summary="a residual network in float32, with linear attention and rows of layers, on random "
-    "values",
+    summary="a residual network in float32, with linear attention and rows of layers, and "
+    "convolutions of one to three dimensions, on random values",
     world_sizes=(2,),
     variant="training_single",
 )
@@ -99,29 +100,46 @@ INPUTS = replace(
     variant="training_inputs",
 )
 
-_OF_INPUTS = ("residual", "columns", "staged", "keyword", "list")
-OF_MODULES = ("weights", "biases", "buffers")
+IN_CONTAINERS = ("list", "mapping", "nested")
+_OF_INPUTS = ("residual", "columns", "staged", "keyword", *IN_CONTAINERS)
+OF_FLOATS = ("weights", "biases", "buffers")
+OF_MODULES = (*OF_FLOATS, "ids_buffer", "mask_buffer")
 BY_BLOCKS = ("first", "first_by_name")
+OF_INTEGERS = {
+    "ids": "position",
+    "short": "position",
+    "mask": "position",
+    "levels": "position",
+    "ids by name": "keyword",
+    "mask by name": "keyword",
+    "ids in a mapping": "mapping",
+    "mask in a mapping": "mapping",
+}
+"""The integers or the mask that a trainer overwrites, as the first word of each way, and how blocks
+get them: by position, by keyword, or in a dict.
+"""
 WAYS_OF_WRITING = (
     *((way, False) for way in (*_OF_INPUTS, *BY_BLOCKS)),
-    *((way, True) for way in (*_OF_INPUTS, "output", *OF_MODULES)),
+    *((way, True) for way in (*_OF_INPUTS, "output", *OF_MODULES, *OF_INTEGERS)),
 )
 """How a tensor is changed in place, and whether blocks save it for the backward.
 
 The output of a block is added to its input, or to some columns there; or the input of the network
 gets the values of the next batch; or something is added to the output of a block. A sum into the
-input comes once more for inputs that are given by keyword, and in a list. In the ways ``BY_BLOCKS``
-the first operation of a block changes its own input, as ``nn.SiLU(inplace=True)`` does; the input
-comes by position or by keyword. ``OF_MODULES`` are changed in the blocks themselves, as by an
-optimizer; blocks do not save biases, but read them.
+input comes once more for inputs that are given by keyword, in a list, in a dict, and by keyword in
+a list of a dict. In the ways ``BY_BLOCKS`` the first operation of a block changes its own input, as
+``nn.SiLU(inplace=True)`` does; the input comes by position or by keyword. ``OF_MODULES`` are
+changed in the blocks themselves, as by an optimizer; blocks do not save biases, but read them.
+``OF_INTEGERS`` are inputs that blocks save, as a trainer overwrites its static buffers of token ids
+and masks by those of the next batch.
 """
 
 WRITTEN = replace(
     PLAIN,
     name="wrapper_written",
-    summary="the input of a block, its output, or a parameter or buffer is changed in place "
-    "between its forward and the backward, as by a residual sum, or in the forward itself; in some "
-    "steps blocks save these tensors",
+    summary="the input of a block, its output, indices, a mask, or a parameter or buffer is "
+    "changed in place between its forward and the backward, as by a residual sum, or in the "
+    "forward itself; in some steps blocks save these tensors",
     steps=("normal",) * len(WAYS_OF_WRITING),
     world_sizes=(2,),
     variant="training_written",

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
+from conformance.ranks.drivers._convolutions import convolutions
+from conformance.ranks.drivers._written_blocks import written_blocks
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.wrapper_training import MOST_ROWS
@@ -36,42 +38,6 @@ class Attends(nn.Module):
         WATCH.enters(self.called, x.device.type)
         weights = WATCH.sees(self.called, self.query(x) @ self.key(x).T / WIDTH)
         return x + weights @ self.value(x) / WIDTH
-
-
-class Rectifies(nn.Module):
-    """A block that saves neither its input nor its output, so that others may change them in place.
-
-    Attributes:
-        saves: whether it saves both of them.
-        writes: whether its first operation changes the input in place.
-        gain: a buffer of ones, which it saves.
-    """
-
-    gain: torch.Tensor
-
-    def __init__(self, called: str) -> None:
-        super().__init__()
-        self.called = called
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("gain", torch.ones(WIDTH))
-        self.saves = False
-        self.writes = False
-
-    def forward(
-        self,
-        x: torch.Tensor | None = None,
-        *,
-        by_name: torch.Tensor | None = None,
-        listed: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
-        """Return the result for the one input that is given, in whatever way."""
-        (taken,) = [one for one in (x, by_name, *listed) if one is not None]
-        WATCH.enters(self.called, taken.device.type)
-        if self.writes:
-            taken = nn.functional.silu(taken, inplace=True)
-        if self.saves:
-            return torch.tanh(self.linear(taken) * self.gain)
-        return self.linear(torch.relu(taken)) * self.gain
 
 
 class Wide(nn.Module):
@@ -201,18 +167,25 @@ class Counts(Block):
 
 
 class Chain(nn.Module):
-    """Blocks in a row."""
+    """Blocks in a row.
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    Args:
+        blocks: these.
+        convolutions: blocks beside them, which :meth:`forward` does not run.
+    """
+
+    def __init__(self, blocks: list[nn.Module], convolutions: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self.convolutions = nn.ModuleList(convolutions)
         # Whether the output of each block requires a gradient.
         self.asks: list[float] = []
 
     def wrap(self, wrap: Wrap) -> None:
         """Replace each block by its wrapper."""
-        for index, block in enumerate(self.blocks):
-            self.blocks[index] = wrap(block)
+        for blocks in (self.blocks, self.convolutions):
+            for index, block in enumerate(blocks):
+                blocks[index] = wrap(block)
 
     def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         self.asks = []
@@ -224,7 +197,7 @@ class Chain(nn.Module):
 
 def training_network(scenario: Scenario, numbers: torch.Generator) -> Chain:
     """Return the network of a scenario, with weights that a generator draws."""
-    made = Chain(_blocks(scenario))
+    made = Chain(_blocks(scenario), convolutions() if scenario.variant == "training_single" else ())
     _fill(made, numbers)
     if scenario.variant == "training_large":
         _scale(made, scenario)
@@ -254,7 +227,7 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
             LowRank("block 3"),
         ]
     if scenario.variant == "training_written":
-        return [Rectifies(f"block {index}") for index in range(3)]
+        return written_blocks()
     if scenario.variant == "training_long":
         return [Block("block 0")]
     if scenario.variant == "training_graphs":

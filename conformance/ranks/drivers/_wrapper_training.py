@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
+from conformance.ranks.drivers._convolutions import convolution_shapes, without_tf32
 from conformance.ranks.drivers._exact_factors import exact_factors
 from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._training_blocks import (
@@ -23,15 +24,14 @@ from conformance.ranks.drivers._training_blocks import (
     Adapted,
     training_network,
 )
+from conformance.ranks.drivers._written_inputs import WrittenStep
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.instruments import process_state
 from conformance.scenarios.wrapper_training import (
     ADDS,
-    BY_BLOCKS,
     HALF,
     INDICES,
     LONG,
-    OF_MODULES,
     OTHER_FORWARD,
     PENALTY,
     REPLACES,
@@ -65,11 +65,12 @@ class WrapperTraining:
         # Wrapping may rename parameters and modules.
         self._parameters = dict(self._net.named_parameters())
         self._inside = list(self._net.blocks)
+        self._shapes = convolution_shapes(self._scenario)
         # A wrapper may put others in the place of layers.
         self._low = getattr(self._inside[-1], "down", torch.nn.Identity())
         self._net.wrap(wrap)
         self._work = {
-            "training_single": self._plain,
+            "training_single": self._single,
             "training_large": self._large,
             "training_ranges": self._ranges,
             "training_graphs": self._graphs,
@@ -147,6 +148,19 @@ class WrapperTraining:
         output.backward(self._drawn(output.shape).to(output.dtype))
         self._keep("output/0", output)
         self._keep("input/0", x.grad)
+
+    def _single(self) -> None:
+        """Run the network, and convolutions on inputs of their own beside it."""
+        self._plain()
+        inputs = [self._drawn(shape).requires_grad_() for shape in self._shapes]
+        WATCH.phase = "forward"
+        with without_tf32(self._driver.device):
+            outputs = [block(x) for block, x in zip(self._net.convolutions, inputs, strict=True)]
+            WATCH.phase = "backward"
+            torch.autograd.backward(outputs, [self._drawn(output.shape) for output in outputs])
+        for x, output in zip(inputs, outputs, strict=True):
+            self._keep(f"output/of {x.dim()} dimensions", output)
+            self._keep(f"input/of {x.dim()} dimensions", x.grad)
 
     def _evaluate_between(self, rows: int) -> None:
         """In two of three steps, run the network under another autocast than that of the forward
@@ -319,79 +333,20 @@ class WrapperTraining:
         return torch.autograd.grad(output, asked, grad)[0]
 
     def _written(self) -> None:
-        """Change the input of each block, or of the first one, each output, or tensors of blocks,
-        before the backward.
-
-        If blocks save these tensors, autograd raises an error in a network without the wrapper.
-        There the gradients are those of unchanged tensors.
-        """
+        """Change tensors in place between forward and backward; a wrapper may raise an error."""
         way, saves = order_of_writing(self._scenario)[self._driver.recorder.step]
-        for block in self._inside:
-            block.saves = saves  # type: ignore[assignment]
-            block.writes = way in BY_BLOCKS  # type: ignore[assignment]
         x = self._input()
-        other = self._drawn(x.shape)
-        grad = self._drawn(x.shape)
+        step = WrittenStep(
+            self._net, self._inside, self._parameters, way, saves, self._drawn, self._values
+        )
         in_place = not (saves and self._driver.without_subject)
-        owned = self._owned(way)
-        before = [tensor.detach().clone() for tensor in owned]
-        changed = [self._drawn(tensor.shape) for tensor in owned]
-        WATCH.phase = "forward"
         try:
-            output = self._run_and_write(way, x, other, in_place)
-            if in_place:
-                _write(owned, changed)
-            WATCH.phase = "backward"
-            output.backward(grad)
+            output = step.run(x, in_place)
         except Exception as error:
             self._decline(error, as_without=saves and way != "biases")
             return
-        finally:
-            _write(owned, before)
         self._keep("output/0", output)
         self._keep("input/0", x.grad)
-
-    def _owned(self, way: str) -> list[torch.Tensor]:
-        """Return the parameters or buffers of blocks that are changed."""
-        if way == "buffers":
-            return [buffer for block in self._inside for buffer in block.buffers()]
-        ending = {"weights": "weight", "biases": "bias"}.get(way)
-        return [
-            parameter
-            for name, parameter in self._parameters.items()
-            if ending and name.endswith(ending)
-        ]
-
-    def _run_and_write(
-        self, way: str, x: torch.Tensor, other: torch.Tensor, in_place: bool
-    ) -> torch.Tensor:
-        if way in OF_MODULES:
-            return self._net(x)
-        if way == "staged":
-            output = self._net(x)
-            with torch.no_grad():
-                (x if in_place else x.clone()).copy_(other)
-            return output
-        # A leaf that requires a gradient cannot be changed in place.
-        stream = x * 2
-        for index, block in enumerate(self._net.blocks):
-            if way in BY_BLOCKS:
-                stream = block(stream) if way == "first" else block(by_name=stream)
-                continue
-            if way == "keyword":
-                made = block(by_name=stream)
-            elif way == "list":
-                made = block(listed=[stream])
-            else:
-                made = block(stream)
-            if way == "output":
-                stream = made if in_place else made.clone()
-                stream.add_(other)
-                continue
-            columns = slice(index, None, 2) if way == "columns" else slice(None)
-            stream = stream if in_place else stream.clone()
-            stream[:, columns].add_(made[:, columns])
-        return stream
 
     def _decline(self, error: Exception, as_without: bool = False) -> None:
         """Record that the wrapper refuses this step with an error; others follow.
@@ -502,12 +457,6 @@ class WrapperTraining:
             return
         for name, parameter in self._parameters.items():
             self._keep(f"gradient/{name}{moment}", parameter.grad)
-
-
-@torch.no_grad()
-def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
 
 
 def _memory() -> int:
