@@ -20,7 +20,7 @@ from conformance.judging.oracles.join_loops import (
     require_modes,
 )
 from conformance.judging.oracles.join_numbers import require_numbers
-from conformance.judging.oracles.join_outside import require_means_outside
+from conformance.judging.oracles.join_outside import require_outside
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -175,13 +175,17 @@ def fails(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.distributed.algorithms.join, Join.notify_join_context: "
     "outside of a context it does nothing; an epoch with even inputs needs no context",
     remedy="hooks, a group or a flag that join_hook() sets up, and without which a step keeps each "
-    "rank's own gradients",
+    "rank's own gradients, or steps by them; a model that join_hook() hands out; buffers",
 )
 def before_contexts(run: Run, claims: Claims, found: Found) -> None:
-    """In two steps of a new joinable, before any context, gradients are means or sums over all
-    ranks, as in the first context, which has even inputs; or an error on every rank refuses the
-    steps. The rule does not apply if gradients are neither there."""
+    """In the steps of a new joinable before any context, as many as the first context has on all
+    ranks, gradients are means or sums over all ranks, as in that context; and parameters, buffers,
+    state_dict() and an optimizer's state are then the same on two ranks, to the bit, as far as they
+    are at the end of its body and after each join. Or an error on every rank refuses the steps.
+
+    Gradients that are left after a step do not show which ones the optimizer has used, and clipped
+    ones are no means. The rule does not apply if the context shows none of both."""
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)
         return
-    require_means_outside(run, found)
+    require_outside(run, found)

@@ -11,8 +11,6 @@ from conformance.scenarios.averager_training import option
 from conformance.scenarios.interrupts import INTERRUPTS
 from conformance.scenarios.model import Scenario
 
-OUTSIDE_STEPS = 2  # of a joinable, before the first context
-
 Lengths = tuple[int, ...]  # numbers of inputs, by group rank
 
 DIVISOR = "divide_by_initial_world_size"

@@ -232,6 +232,9 @@ class Averages(OnCpu):
         for grad in grads:
             assert grad is not None
             grad.div_(counted)
+        self.update()
+
+    def update(self) -> None:
         self.optimizer.step()
 
     def reduce(self, grads: list[torch.Tensor], count: float) -> float:
@@ -264,6 +267,85 @@ class NeedsAContext(Averages):
         super().step()
 
 
+class ClipsTheMean(Averages):
+    """Clip the mean gradients: what is left of them is no mean, in a context and outside."""
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
+        super().update()
+
+
+class AddsItsOwnFirst(ClipsTheMean):
+    """Gather gradients, and add the own one first: of three ranks each rounds otherwise."""
+
+    def reduce(self, grads: list[torch.Tensor], count: float) -> float:
+        for grad in grads:
+            others = [torch.empty_like(grad) for _ in range(self.group.size())]
+            dist.all_gather(others, grad, group=self.group)
+            own = others.pop(self.group.rank())
+            for other in others:
+                own = own + other
+            grad.copy_(own)
+        return super().reduce([], count)
+
+
+class AveragesModels(Averages):
+    """Train each rank's own model, and average the models of training ranks after some steps.
+
+    Shadows count as steps. After steps between two averages no rank has the model of another one.
+    """
+
+    def __init__(self, process_group: Any, period: int = 3) -> None:
+        super().__init__(process_group)
+        self.period = period
+        self.steps = 0
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.optimizer.zero_grad()
+        self.net(torch.randn(5, 4)).square().mean().backward()
+        self.optimizer.step()
+        self.count(1.0)
+
+    @torch.no_grad()
+    def count(self, weight: float) -> None:
+        self.steps += 1
+        if self.steps % self.period == 0:
+            models = [parameter * weight for parameter in self.net.parameters()]
+            weights = self.reduce(models, weight)
+            for parameter, model in zip(self.net.parameters(), models, strict=True):
+                parameter.copy_(model / weights)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return Shadow(lambda: self.count(0.0), self.finish)
+
+
+class KeepsAnExpert(Averages):
+    """A layer that all ranks share, and one of each rank's own, which is not averaged."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        expert = torch.nn.Linear(4, 4)
+        with torch.no_grad():
+            expert.weight.mul_(1 + self.group.rank())
+        self.expert = expert
+        self.optimizer_of_expert = torch.optim.SGD(expert.parameters(), lr=0.01)
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.optimizer.zero_grad()
+        self.optimizer_of_expert.zero_grad()
+        self.net(self.expert(torch.randn(5, 4))).square().mean().backward()
+        grads = [
+            parameter.grad for parameter in self.net.parameters() if parameter.grad is not None
+        ]
+        counted = self.reduce(grads, 1.0)
+        for grad in grads:
+            grad.div_(counted)
+        self.optimizer.step()
+        self.optimizer_of_expert.step()
+
+
 class Trains(DistributedDataParallel):
     """torch's DDP, with inputs of its own."""
 
@@ -288,5 +370,10 @@ RIGHT = [
     Right("Gathers", kind=KIND),
     Right("Averages", kind=KIND),
     Right("NeedsAContext", kind=KIND),
+    Right("ClipsTheMean", kind=KIND),
+    Right("AddsItsOwnFirst", kind=KIND),
+    Right("AveragesModels", kind=KIND),
+    Right("AveragesModels,period=2", kind=KIND),
+    Right("KeepsAnExpert", kind=KIND),
     Right("ddp", kind=KIND),
 ]

@@ -150,7 +150,7 @@ def require_replicas(run: Run, found: Found) -> None:
         return
     for context in _contexts(run)[1:]:
         for name in names:
-            held = {m.rank.rank: _state(m, "left").get(name, "none") for m in _of(run, context)}
+            held = {m.rank.rank: state_of(m, "left").get(name, "none") for m in _of(run, context)}
             first = next(_of(run, context))
             differing = [rank for rank, digest in held.items() if digest != held[first.rank.rank]]
             found.require(
@@ -175,14 +175,14 @@ def require_last_state(run: Run, found: Found) -> None:
         group = list(_of(run, context))
         last = [member for member in group if member.own_inputs == member.most_inputs]
         for name in names:
-            right = {_state(member, "leaving").get(name, "none") for member in last}
+            right = {state_of(member, "leaving").get(name, "none") for member in last}
             early = {
-                _state(member, "leaving").get(name, "none"): member.rank.rank
+                state_of(member, "leaving").get(name, "none"): member.rank.rank
                 for member in group
                 if member not in last
             }
             for member in group:
-                got = _state(member, "left").get(name, "none")
+                got = state_of(member, "left").get(name, "none")
                 cause = ""
                 if got in early:
                     cause = f"these are the values of rank {early[got]}, which joined early"
@@ -196,16 +196,16 @@ def require_last_state(run: Run, found: Found) -> None:
 
 def require_even_bodies(run: Run, found: Found) -> None:
     """Require the same state on all ranks at the end of even bodies that follow a join."""
-    even = [_state(member, "leaving") for member in _of(run, 0)]
+    even = [state_of(member, "leaving") for member in _of(run, 0)]
     names = [name for name in _replicated(run) if len({of.get(name, "none") for of in even}) == 1]
     for before, context in pairwise(_contexts(run)):
         group = list(_of(run, context))
         is_even = {member.own_inputs for member in group} == {group[0].most_inputs}
-        has_joined = all(_state(member, "left") for member in _of(run, before))
+        has_joined = all(state_of(member, "left") for member in _of(run, before))
         if context != before + 1 or not is_even or not has_joined:
             continue
         for name in names:
-            held = {m.rank.rank: _state(m, "leaving").get(name, "none") for m in group}
+            held = {m.rank.rank: state_of(m, "leaving").get(name, "none") for m in group}
             right = held[group[0].rank.rank]
             differing = [rank for rank, digest in held.items() if digest != right]
             found.require(
@@ -227,6 +227,15 @@ def require_numbers(run: Run, found: Found, even_contexts: tuple[int, ...] = (0,
         require(run, trial)
         found.checked(trial.checks)
         found.failures += trial.failures
+
+
+def state_of(member: Member, when: str) -> dict[str, str]:
+    """Return the digests of the state that a rank has at some point of a context."""
+    for event in member.events("state_of_joinable"):
+        if event["when"] == when:
+            digests: dict[str, str] = event["digests"]
+            return digests
+    return {}
 
 
 def _contexts(run: Run) -> list[int]:
@@ -374,17 +383,9 @@ def _knows_divisor(member: Member) -> bool:
     return any(event["divides"] for event in member.events("state_of_joinable"))
 
 
-def _state(member: Member, when: str) -> dict[str, str]:
-    for event in member.events("state_of_joinable"):
-        if event["when"] == when:
-            digests: dict[str, str] = event["digests"]
-            return digests
-    return {}
-
-
 def _replicated(run: Run) -> list[str]:
     """Return the names of the state that all ranks hold alike after even inputs."""
-    held = [_state(member, "left") for member in _of(run, 0)]
+    held = [state_of(member, "left") for member in _of(run, 0)]
     if not held:
         return []
     return [name for name in held[0] if len({state.get(name, "none") for state in held}) == 1]
@@ -392,5 +393,5 @@ def _replicated(run: Run) -> list[str]:
 
 def _is_handed_out(run: Run, name: str) -> bool:
     group = list(_of(run, 0))
-    after = _state(group[0], "left")[name]
-    return after in [_state(member, "leaving").get(name, "none") for member in group]
+    after = state_of(group[0], "left")[name]
+    return after in [state_of(member, "leaving").get(name, "none") for member in group]

@@ -25,12 +25,20 @@ class Numbers:
         driver: of this rank.
         subject: the joinable.
         take_step: takes one of its steps.
+        drawn_as: the context from whose seeds the inputs are drawn, if it is another one.
     """
 
-    def __init__(self, driver: RankDriver, subject: Any, take_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        driver: RankDriver,
+        subject: Any,
+        take_step: Callable[[], None],
+        drawn_as: int | None = None,
+    ) -> None:
         self.driver = driver
         self.subject = subject
         self.take_step = take_step
+        self.drawn_as = drawn_as
         self.parameters = _trained(subject)
         self.local: dict[int, torch.Tensor] = {}
         self.calls = 0
@@ -59,7 +67,8 @@ class Numbers:
 
     def step(self) -> None:
         """Take a step with inputs of its own, and step the parameters that it leaves unchanged."""
-        name = f"{self.driver.scenario.session_seed}/{self.driver.rank}/{self.context}/{self.at}"
+        drawn_as = self.context if self.drawn_as is None else self.drawn_as
+        name = f"{self.driver.scenario.session_seed}/{self.driver.rank}/{drawn_as}/{self.at}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
         torch.manual_seed(seed)
         random.seed(seed)
@@ -78,6 +87,10 @@ class Numbers:
     def leaving(self) -> None:
         """Record the state at the end of the body, before the join."""
         self._note_state("leaving", asks=self._may_ask)
+
+    def stepped_outside(self) -> None:
+        """Record the state after steps outside of any context."""
+        self._note_state("outside", asks=self._may_ask)
 
     def left(self) -> None:
         """Record the state after the join."""

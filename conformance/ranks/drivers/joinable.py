@@ -24,7 +24,6 @@ from conformance.ranks.instruments.process_state import CPU_GENERATORS
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import (
     DIVISOR,
-    OUTSIDE_STEPS,
     breaks_off,
     divides_by_all,
 )
@@ -204,12 +203,12 @@ class _Joinable(Contexts):
                 numbers.left()
 
     def _step_before(self) -> None:
-        """Take steps of a joinable of its own before there has been a context; record the gradients
-        and an error.
+        """Take steps of a joinable of its own before there has been a context, as many as the first
+        one has; record the gradients, the state and an error.
         """
         given = self.subject
         self.subject = self._make()
-        numbers = Numbers(self.driver, self.subject, self._step)
+        numbers = Numbers(self.driver, self.subject, self._step, drawn_as=0)
         with (
             numbers.watched(len(self.lengths)),
             self.driver.inside("a step outside of a context", drawn=CPU_GENERATORS),
@@ -217,8 +216,9 @@ class _Joinable(Contexts):
             kept_generators(),
         ):
             try:
-                for _ in range(OUTSIDE_STEPS):
+                for _ in range(self.own(self.lengths[0])):
                     numbers.step()
+                numbers.stepped_outside()
             except Exception as error:
                 self.note("refused_outside", error=f"{type(error).__name__}: {error}"[:300])
         self.subject = given
