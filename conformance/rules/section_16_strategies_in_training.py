@@ -20,7 +20,7 @@ from conformance.scenarios.failing_collectives import STRATEGY
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import STRATEGY as PROBE
-from conformance.scenarios.strategy import ACCUMULATED, FORMS, KEPT, PLAIN, RANKS, SHARED
+from conformance.scenarios.strategy import ACCUMULATED, FLAT, FORMS, KEPT, PLAIN, RANKS, SHARED
 from conformance.scenarios.strategy_schedule import is_judged
 from conformance.scenarios.strategy_training import (
     ABANDONED,
@@ -385,20 +385,25 @@ own_numbers = right_beside_own_numbers("16.37", (large, long_run), on=(PROBE,))
 @rule(
     "16.39",
     "The trainer's own things stay as they are",
-    on=(PLAIN, ACCUMULATED, RANKS, SHARED, KEPT, FORMS, FREEZING),
+    on=(PLAIN, ACCUMULATED, RANKS, SHARED, KEPT, FORMS, FLAT, FREEZING),
     needs=("16.2",),
     since="2.0",
     source=f"{TORCH}: replicas begin with the same parameters, and the optimizer alone changes "
     "them; torch.optim.Optimizer.step; torch.nn.Module.train, which sets the modes of all parts",
-    remedy="parameters that are sent again in a narrower dtype; model.train() or "
-    "requires_grad_(True) in place of the earlier modes; an optimizer's step() that is replaced "
-    "while micro-batches accumulate, and not put back",
+    remedy="parameters that are sent again in a narrower dtype, or put into a new flat buffer; "
+    "model.train() or requires_grad_(True) in place of the earlier modes; a state of an optimizer "
+    "that is rounded; an optimizer's step() that is replaced while micro-batches accumulate, and "
+    "not put back, or deleted with the one that a scheduler has put there",
 )
 def own_things(run: Run, claims: Claims, found: Found) -> None:
     """When the last context of a step has ended, the parameters have the bits that the trainer gave
-    them, each has its requires_grad, and each module its mode, and step() of an optimizer runs.
+    them, in the memory that they had, each has its requires_grad, each module its mode, and each
+    optimizer its state. step() of an optimizer runs, and so does each step() that the trainer has
+    put on the optimizer itself, as learning rate schedulers do.
 
-    The values of the parameters are drawn. Some submodules of one model are in evaluation mode.
+    The values of the parameters and of the states are drawn. Some submodules of one model are in
+    evaluation mode. A trainer puts its step() there before the first context, or before that of a
+    drawn step, or both.
     """
     for rank, step in steps(run):
         if not is_judged(run.scenario, step):
@@ -407,7 +412,7 @@ def own_things(run: Run, claims: Claims, found: Found) -> None:
         changed = event["changed"]
         found.require(
             not changed,
-            "parameters, requires_grad and modes as before",
+            "parameters, requires_grad, modes and states as before",
             f"rank {rank}, step {step}: {', '.join(changed[:3])} changed, {len(changed)} in all",
         )
         found.require(
@@ -415,4 +420,10 @@ def own_things(run: Run, claims: Claims, found: Found) -> None:
             "one step of each optimizer by a call of step()",
             f"rank {rank}, step {step}: {event['steps_taken']} steps",
             "a method of the optimizer was replaced, and not put back",
+        )
+        found.require(
+            set(event["own_steps"]) <= {1},
+            "one call of each step() that the trainer has put on an optimizer",
+            f"rank {rank}, step {step}: {event['own_steps']} calls",
+            "a step() of the trainer was deleted, or replaced by an earlier one",
         )

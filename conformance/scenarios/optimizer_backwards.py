@@ -1,10 +1,12 @@
 """Scenarios for optimizer wrappers: other backwards than one before each step, and gradients of
 zeros.
 
-Gradients of several backwards add up in ``p.grad``, and ``zero_grad()`` drops those of a backward
-whose step is given up. A parameter whose gradients are zeros on all ranks is stepped, with its
-momentum, while one without a gradient is not (torch documentation, ``torch.autograd.backward`` and
-``torch.optim.Optimizer.zero_grad``). All numbers are drawn from the session's seed.
+Gradients of several backwards add up in ``p.grad``, which may be scaled before the step, as by
+clipping. ``zero_grad()`` of the optimizer or the model, or ``p.grad = None``, drops those of
+a backward whose step is given up. A parameter whose gradients are zeros on all ranks is stepped,
+with its momentum, while one without a gradient is not (torch documentation,
+``torch.autograd.backward`` and ``torch.optim.Optimizer.zero_grad``). All numbers are drawn from the
+session's seed.
 """
 
 import random
@@ -20,7 +22,7 @@ ACCUMULATED = replace(
     PLAIN,
     name="optimizer_accumulated",
     summary="some steps come after two or three backwards, whose gradients add up; each has "
-    "gradients of other parameters",
+    "gradients of other parameters; before some steps p.grad is scaled, as by clipping",
     steps=("crafted",) * 8,
     world_sizes=(2,),
     variant="accumulated",
@@ -29,8 +31,8 @@ ACCUMULATED = replace(
 DISCARDED = replace(
     ACCUMULATED,
     name="optimizer_discarded",
-    summary="before some steps zero_grad() drops the gradients of a backward; then one parameter "
-    "has no gradient",
+    summary="before some steps zero_grad() of the optimizer or the model, or p.grad = None, drops "
+    "the gradients of a backward; then one parameter has no gradient",
     variant="discarded",
 )
 
@@ -38,6 +40,16 @@ ALL = (ACCUMULATED, DISCARDED)
 
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.
 DROPPED = START + 100
+
+# The ways in which gradients are dropped, each before another step.
+BY_OPTIMIZER = "optimizer.zero_grad()"
+BY_MODEL = "model.zero_grad()"
+BY_NONE = "p.grad = None"
+_WAYS = (BY_OPTIMIZER, BY_MODEL, BY_NONE)
+
+# The factors of the gradients in steps of two, one and three backwards, by places in the drawn
+# order of steps; powers of two, so that products are exact.
+_FACTORS = {0: 0.5, 1: 2.0, 2: 0.25}
 
 # All shares of a gradient are powers of two, so that every partial sum is exact.
 _SHARES = {1: (1.0,), 2: (0.5, 0.5), 3: (0.25, 0.5, 0.25)}
@@ -51,8 +63,7 @@ def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
     """
     if scenario.variant != ACCUMULATED.variant:
         return (1.0,)
-    order = generator(scenario, "steps").sample(range(len(scenario.steps)), len(scenario.steps))
-    number = order.index(step)
+    number = _place_of(scenario, step)
     if number % 2:
         return (1.0,)
     count = 2 + number // 2 % 2
@@ -68,9 +79,28 @@ def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
     return tuple(parts)
 
 
+def factor_of(scenario: Scenario, step: int) -> float:
+    """Return the factor by which gradients are multiplied between the last backward and a step."""
+    if scenario.variant != ACCUMULATED.variant:
+        return 1.0
+    return _FACTORS.get(_place_of(scenario, step), 1.0)
+
+
+def _place_of(scenario: Scenario, step: int) -> int:
+    """Return the place of a step in the drawn order of steps."""
+    order = generator(scenario, "steps").sample(range(len(scenario.steps)), len(scenario.steps))
+    return order.index(step)
+
+
 def discards(scenario: Scenario, step: int) -> bool:
     """Whether the gradients of a backward are dropped before those of a step come."""
     return scenario.variant == DISCARDED.variant and step in _discarding(scenario)
+
+
+def way_of(scenario: Scenario, step: int) -> str:
+    """Return how gradients are dropped before a step."""
+    ways = generator(scenario, "ways").sample(_WAYS, len(_WAYS))
+    return ways[list(_discarding(scenario)).index(step)]
 
 
 def is_left_out(scenario: Scenario, step: int, index: int) -> bool:

@@ -35,6 +35,9 @@ _DIFFERENT = (
 )
 
 
+# The variants in which an optimizer has no step() of the trainer's at first.
+_WITHOUT_OWN_STEP = ("", "kept")
+
 COUNTS = "counts"
 
 
@@ -55,6 +58,17 @@ def counted(scenario: Scenario, number: str) -> Scenario:
     """
     steps = tuple("normal" if kind == "limit" else kind for kind in scenario.steps)
     return with_option(replace(scenario, steps=steps), COUNTS, number)
+
+
+def puts_own_steps(scenario: Scenario) -> frozenset[int]:
+    """Return the steps before which the trainer puts a step() of its own on its optimizers.
+
+    One of them is drawn. Another one is the first step, except in two scenarios: there a subject
+    finds the method of the class.
+    """
+    draw = random.Random(f"{scenario.session_seed}/{scenario.name}/own steps")
+    later = draw.randrange(1, max(2, len(scenario.steps)))
+    return frozenset((later,) if scenario.variant in _WITHOUT_OWN_STEP else (0, later))
 
 
 def batches(scenario: Scenario, step: int) -> int:

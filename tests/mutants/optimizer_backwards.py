@@ -10,18 +10,81 @@ import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants.optimizer_wrappers import PostLocal
-from tests.right.optimizer_wrappers import AveragesGradients, MovesIntoBuffers
+from tests.right.optimizer_wrappers import AveragesGradients, KeepsInBuffers
 
 
-class ReplacesInBuffers(MovesIntoBuffers):
+class ReplacesInBuffers(KeepsInBuffers):
     """Let a later backward's gradient take the place of the one in the buffer."""
 
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.last: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(optim, process_group)
+
     def _take(self, parameter: torch.Tensor) -> None:
-        self.buffers.pop(parameter, None)
+        last = self.last.pop(parameter, None)
+        if last is not None and parameter.grad is self.buffers[parameter]:
+            parameter.grad.sub_(last)
         super()._take(parameter)
+        assert parameter.grad is not None
+        self.last[parameter] = parameter.grad.clone()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.last.clear()
+        super().zero_grad(set_to_none)
 
 
-class KeepsDroppedGradients(MovesIntoBuffers):
+class MovesIntoBuffers(KeepsInBuffers):
+    """Add each gradient to a buffer, and free it: the optimizer's own zero_grad() clears the
+    buffers, and clipping finds no gradient.
+    """
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        parameter.grad = None
+        if parameter in self.buffers:
+            self.buffers[parameter] += grad
+        elif grad is not None:
+            self.buffers[parameter] = grad
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, grad in self.buffers.items():
+            parameter.grad = grad
+        self.buffers.clear()
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.buffers.clear()
+        super().zero_grad(set_to_none)
+
+
+class AddsToItsBuffers(KeepsInBuffers):
+    """Add a new ``p.grad`` to the buffer, which its own step() and zero_grad() clear."""
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if parameter not in self.buffers:
+            self.buffers[parameter] = grad.clone()
+        elif grad is not self.buffers[parameter]:
+            self.buffers[parameter] += grad
+        parameter.grad = self.buffers[parameter]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.buffers.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.buffers.clear()
+        super().zero_grad(set_to_none)
+
+
+class KeepsDroppedGradients(AddsToItsBuffers):
     """Clear no buffer in zero_grad(): dropped gradients are added to those of the next step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -39,6 +102,30 @@ class _Hooked(AveragesGradients):
 
     def arrives(self, parameter: torch.Tensor) -> None:
         """Take note of a gradient."""
+
+
+class CopiesInHooks(_Hooked):
+    """Average copies that hooks have taken of gradients: clipping scales ``p.grad`` in vain."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(optim, process_group)
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.copies[parameter] = parameter.grad.clone()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, copy in self.copies.items():
+            if parameter.grad is not None:
+                parameter.grad.copy_(copy)
+        self.copies.clear()
+        super().step()
+        return loss
 
 
 class DividesInHooks(_Hooked):
@@ -173,7 +260,7 @@ MUTANTS = [
         Mutant(name, ("15.43",), "averages", kind="optimizer")
         for name in (
             *("ReplacesInBuffers", "KeepsDroppedGradients", "DividesInHooks", "MarksInHooks"),
-            "DividesByBackwards",
+            *("DividesByBackwards", "MovesIntoBuffers", "AddsToItsBuffers", "CopiesInHooks"),
         )
     ),
     *(

@@ -3,7 +3,8 @@
 They use hooks on the optimizer, delegation, subclasses, shares by element, or no sharding.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,11 +120,11 @@ class MultipliesGradients(AveragesGradients):
         return grad * (1 / dist.get_world_size(self.group))
 
 
-class MovesIntoBuffers(AveragesGradients):
-    """Hooks of the backward add each gradient to a buffer, and free it, as ZeRO's second stage.
+class KeepsInBuffers(AveragesGradients):
+    """Hooks of the backward keep each gradient in a buffer, and let ``p.grad`` be that buffer.
 
-    zero_grad() and step() clear the buffers. Parameters that were frozen when their group was
-    added, or that came later, have no hook.
+    If ``p.grad`` is another tensor, the earlier gradient was dropped. Parameters that were frozen
+    when their group was added, or that came later, have no hook.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
@@ -138,40 +139,70 @@ class MovesIntoBuffers(AveragesGradients):
 
     def _take(self, parameter: torch.Tensor) -> None:
         grad = parameter.grad
-        parameter.grad = None
-        if parameter in self.buffers:
-            self.buffers[parameter] += grad
-        elif grad is not None:
-            self.buffers[parameter] = grad
+        assert grad is not None
+        buffer = self.buffers.setdefault(parameter, grad.clone())
+        if grad is not buffer:
+            parameter.grad = buffer.copy_(grad)
+
+
+class OneBackward(KeepsInBuffers):
+    """The same, but a gradient that comes before the last one was used is an error."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.arrived: set[torch.Tensor] = set()
+        super().__init__(optim, process_group)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        if parameter in self.arrived:
+            raise RuntimeError("a second backward before step(): it would replace the first one")
+        self.arrived.add(parameter)
+        super()._take(parameter)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter, grad in self.buffers.items():
-            parameter.grad = grad
-        self.buffers.clear()
+        self.arrived.clear()
         super().step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.buffers.clear()
-        super().zero_grad(set_to_none)
-
-
-class OneBackward(MovesIntoBuffers):
-    """The same, but a gradient that comes before the last one was used is an error."""
-
-    def _take(self, parameter: torch.Tensor) -> None:
-        if parameter in self.buffers:
-            raise RuntimeError("a second backward before step(): it would replace the first one")
-        super()._take(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.buffers:
+        if self.arrived:
             raise RuntimeError("zero_grad() between a backward and step()")
         super().zero_grad(set_to_none)
+
+
+class Synchronizes(AveragesGradients):
+    """Average in ``synchronize()``, after which a step has to skip that, as Horovod's."""
+
+    is_averaged = False
+    skips = False
+
+    def synchronize(self) -> None:
+        if self.is_averaged:
+            raise RuntimeError("gradients have been averaged: step within skip_synchronize()")
+        average_gradients(self.param_groups, self.group, self._divided)
+        self.is_averaged = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        self.skips = True
+        try:
+            yield
+        finally:
+            self.skips = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.skips:
+            self.synchronize()
+        self.is_averaged = False
+        self.optim.step()
+        return loss
 
 
 def of_its_own_class(
@@ -304,7 +335,8 @@ RIGHT = [
     *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "BySlices")),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),
-    Right("MovesIntoBuffers", "averages", kind="optimizer"),
+    Right("KeepsInBuffers", "averages", kind="optimizer"),
+    Right("Synchronizes", "averages", kind="optimizer"),
     Right("OneBackward", "averages", kind="optimizer"),
     Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),

@@ -340,6 +340,32 @@ class PutsBack:
 puts_back = PutsBack()
 
 
+@contextmanager
+def pauses_steps(model: Any, is_final_microbatch: bool, optimizers: list[Any]) -> Iterator[None]:
+    """Let step() do nothing in contexts before the last one, whoever has put it on an optimizer.
+
+    The states of optimizers are sent again as they are.
+    """
+    own = [(optimizer, vars(optimizer).get("step")) for optimizer in optimizers]
+    for optimizer in optimizers if not is_final_microbatch else ():
+        optimizer.step = lambda *_, **__: None
+    try:
+        with torchs_no_sync(model, is_final_microbatch):
+            yield
+    finally:
+        for optimizer, step in own:
+            vars(optimizer).pop("step", None)
+            if step is not None:
+                optimizer.step = step
+    if is_final_microbatch and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+        for parameter in model.parameters():
+            for state in [one.state[parameter] for one in optimizers if parameter in one.state]:
+                momentum = state["momentum_buffer"].contiguous()
+                dist.broadcast(momentum, dist.get_global_rank(group, 0), group=group)
+                state["momentum_buffer"].copy_(momentum)
+
+
 RIGHT = [
     Right("torchs_no_sync", "all_used", kind="strategy"),
     Right("torchs_no_sync_where_ddp_searches", "find_unused", kind="strategy"),
@@ -350,6 +376,7 @@ RIGHT = [
     Right("through_one_rank", kind="strategy"),
     Right("in_backward", kind="strategy"),
     Right("puts_back", kind="strategy"),
+    Right("pauses_steps", "all_used", kind="strategy"),
     Right("Accelerator,gradient_accumulation_steps=4", "counts(4), find_unused", kind="strategy"),
     Right("Accelerator,gradient_accumulation_steps=2", "counts(2), all_used", kind="strategy"),
     Right("every_third_by_hand", "counts(3), find_unused", kind="strategy"),

@@ -22,6 +22,7 @@ RIGHT = {
     "gradients": 64,
     "changed": [],
     "steps_taken": [1],
+    "own_steps": [1, 1],
 }
 
 
@@ -138,7 +139,7 @@ def test_things_of_the_trainer_are_described() -> None:
     expecttest.assert_expected_inline(
         refused("16.39", synchronised(changed=changed)),
         """\
-Expected: parameters, requires_grad and modes as before
+Expected: parameters, requires_grad, modes and states as before
 Actual: rank 0, step 0: the values of p0, requires_grad of p1, the mode of x changed, 4 in
     all""",
     )
@@ -148,6 +149,13 @@ Actual: rank 0, step 0: the values of p0, requires_grad of p1, the mode of x cha
 Expected: one step of each optimizer by a call of step()
 Actual: rank 0, step 0: [1, 0] steps
 Likely cause: a method of the optimizer was replaced, and not put back""",
+    )
+    expecttest.assert_expected_inline(
+        refused("16.39", synchronised(own_steps=[1, 0])),
+        """\
+Expected: one call of each step() that the trainer has put on an optimizer
+Actual: rank 0, step 0: [1, 0] calls
+Likely cause: a step() of the trainer was deleted, or replaced by an earlier one""",
     )
 
 

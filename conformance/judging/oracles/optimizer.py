@@ -41,6 +41,7 @@ from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import START
+from conformance.scenarios.optimizer_backwards import factor_of
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_empty,
@@ -419,9 +420,10 @@ def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
         return None
     if averages:
         parts = [_fed_gradient(run, group, place, step, index) for place in users]
-        return torch.stack(parts).sum(0) / size
+        return torch.stack(parts).sum(0) / size * factor_of(scenario, step)
     if has_own:
-        return _fed_gradient(run, group, group.index(rank), step, index)
+        own = _fed_gradient(run, group, group.index(rank), step, index)
+        return own * factor_of(scenario, step)
     source = special_source(scenario, step, 0, 1)
     return fed(_kind_of(run, step, index), spec, size, group[source], step, index)
 

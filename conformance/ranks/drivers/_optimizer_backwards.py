@@ -1,5 +1,6 @@
 """The backwards before a step of an optimizer wrapper that averages gradients."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -8,7 +9,16 @@ import torch
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.optimizer_backwards import DROPPED, discards, shares
+from conformance.scenarios.optimizer_backwards import (
+    BY_MODEL,
+    BY_NONE,
+    BY_OPTIMIZER,
+    DROPPED,
+    discards,
+    factor_of,
+    shares,
+    way_of,
+)
 
 
 class Training(Protocol):
@@ -44,10 +54,35 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
         if any(grad is not None for grad in some):
             with driver.doing("backward"):
                 driver.model(some).backward()
+    _scale_gradients(driver, factor_of(scenario, step))
+
+
+def without_average(driver: Training, step: int) -> Any:
+    """Return the context of a step whose gradients ``synchronize()`` has averaged, if it has."""
+    is_averaged = factor_of(driver.scenario, step) != 1 and _synchronizes(driver.optimizer)
+    return driver.optimizer.skip_synchronize() if is_averaged else contextlib.nullcontext()
+
+
+def _synchronizes(optimizer: Any) -> bool:
+    """Whether gradients are averaged by a method, before they are clipped, as Horovod's are."""
+    names = ("synchronize", "skip_synchronize")
+    return all(callable(getattr(optimizer, name, None)) for name in names)
+
+
+def _scale_gradients(driver: Training, factor: float) -> None:
+    """Multiply gradients by a factor that is the same on all ranks, as clipping does."""
+    if factor == 1:
+        return
+    if _synchronizes(driver.optimizer):
+        with driver.doing("synchronize"):
+            driver.optimizer.synchronize()
+    for parameter in driver.params:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def _drop_gradients(driver: Training, step: int) -> None:
-    """Run a backward whose step is given up: the optimizer drops its gradients."""
+    """Run a backward whose step is given up: its gradients are dropped."""
     specs = driver.scenario.params
     dropped: list[torch.Tensor | None] = [
         lay_out(driver.values("crafted", DROPPED + step, index), spec.layout)
@@ -55,9 +90,13 @@ def _drop_gradients(driver: Training, step: int) -> None:
     ]
     with driver.doing("backward"):
         driver.model(dropped).backward()
+    way = way_of(driver.scenario, step)
     with driver.doing("zero_grad"):
-        driver.optimizer.zero_grad()
+        if way == BY_OPTIMIZER:
+            driver.optimizer.zero_grad()
+        elif way == BY_MODEL:
+            driver.model.zero_grad()
     for parameter in driver.params:
         # Zeros are as good as none (15.8), but a parameter with zeros is stepped.
-        if parameter.grad is not None and not parameter.grad.any():
+        if parameter.grad is not None and (way == BY_NONE or not parameter.grad.any()):
             parameter.grad = None

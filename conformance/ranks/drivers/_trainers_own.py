@@ -1,5 +1,8 @@
 """The things of a trainer that a sync strategy has no right to change."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from conformance.ranks.instruments.digest import checksum
@@ -8,45 +11,111 @@ from conformance.ranks.instruments.digest import checksum
 class CountingOptimizer(torch.optim.SGD):
     """An optimizer whose steps are counted, and leave the parameters as they are.
 
-    Gradients alone are judged, and some of them are NaN.
+    Gradients alone are judged, and some of them are NaN. Each parameter has a momentum, which steps
+    leave as it is, too.
 
     Args:
         params: the parameters or groups.
+        seed: of the momenta, which are the same on all ranks.
+
+    Attributes:
+        steps: how many steps it has taken.
+        own_calls: how often each step() was called that the trainer has put on it.
     """
 
-    def __init__(self, params: list[torch.nn.Parameter] | list[dict[str, object]]) -> None:
+    def __init__(
+        self, params: list[torch.nn.Parameter] | list[dict[str, object]], seed: str
+    ) -> None:
         super().__init__(params, lr=0.0)
         self.steps = 0
+        self.own_calls: list[int] = []
+        known = [one for group in self.param_groups for one in group["params"]]
+        momenta = [torch.empty_like(one) for one in known]
+        set_values(momenta, f"{seed}/momenta")
+        for parameter, momentum in zip(known, momenta, strict=True):
+            self.state[parameter]["momentum_buffer"] = momentum
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Count a step."""
         self.steps += 1
 
+    def put_own_step(self) -> None:
+        """Put a step() on this object that counts its calls, as a learning rate scheduler does."""
+        inner = self.step
+        place = len(self.own_calls)
+        self.own_calls.append(0)
+
+        def step(*args: Any, **options: Any) -> Any:
+            self.own_calls[place] += 1
+            return inner(*args, **options)
+
+        self.step = step  # type: ignore[method-assign]
+
 
 class TrainersOwn:
-    """The values of a model's parameters, their requires_grad, and the modes of its modules.
+    """The values of a model's parameters, their memory and requires_grad, the modes of its modules,
+    and the states of its optimizers.
 
     Args:
         probe: the model without DDP.
         params: its parameters, in a list that the trainer may change.
+        optimizers: all optimizers of the model.
     """
 
-    def __init__(self, probe: torch.nn.Module, params: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        probe: torch.nn.Module,
+        params: list[torch.nn.Parameter],
+        optimizers: list[CountingOptimizer],
+    ) -> None:
         self.probe = probe
         self.params = params
-        self._known = self._values() | self._requires_grad() | self._modes()
+        self.optimizers = optimizers
+        self._known = self._now()
 
     def trainer_froze(self) -> None:
         """Take note of requires_grad, which the trainer has just set for all parameters."""
         self._known |= self._requires_grad()
 
+    def trainer_replaced(self) -> None:
+        """Take note of the memory of parameters that the trainer has just replaced."""
+        self._known |= self._memory()
+
     def changed(self) -> list[str]:
         """Return the names of the things that the trainer has left otherwise."""
-        now = self._values() | self._requires_grad() | self._modes()
-        return [name for name, value in now.items() if value != self._known[name]]
+        now = self._now()
+        names = dict.fromkeys((*now, *self._known))
+        return [name for name in names if now.get(name) != self._known.get(name)]
+
+    def _now(self) -> dict[str, object]:
+        return {
+            **self._values(),
+            **self._memory(),
+            **self._requires_grad(),
+            **self._modes(),
+            **self._states(),
+        }
 
     def _values(self) -> dict[str, object]:
         return {f"the values of p{at}": checksum(one) for at, one in enumerate(self.params)}
+
+    def _memory(self) -> dict[str, object]:
+        """Return the places of parameters, in which flat buffers of a trainer have them, too."""
+        return {
+            f"the memory of p{at}": (one.data_ptr(), one.stride()) if one.numel() else None
+            for at, one in enumerate(self.params)
+        }
+
+    def _states(self) -> dict[str, object]:
+        """Return the values of the optimizers' states, by the places of their entries."""
+        states: dict[str, object] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, state in enumerate(optimizer.state.values()):
+                for name, value in state.items():
+                    is_tensor = isinstance(value, torch.Tensor)
+                    key = f"{name} {place} in the state of optimizer {number}"
+                    states[key] = checksum(value) if is_tensor else repr(value)
+        return states
 
     def _requires_grad(self) -> dict[str, object]:
         return {f"requires_grad of p{at}": one.requires_grad for at, one in enumerate(self.params)}
@@ -63,13 +132,19 @@ def steps_of(optimizers: list[CountingOptimizer]) -> list[int]:
     taken = []
     for optimizer in optimizers:
         before = optimizer.steps
+        optimizer.own_calls = [0] * len(optimizer.own_calls)
         optimizer.step()
         taken.append(optimizer.steps - before)
     return taken
 
 
+def own_calls_of(optimizers: list[CountingOptimizer]) -> list[int]:
+    """Return how often the last step has called each step() that the trainer has put on one."""
+    return [count for optimizer in optimizers for count in optimizer.own_calls]
+
+
 @torch.no_grad()
-def set_values(params: list[torch.nn.Parameter], seed: str) -> None:
+def set_values(params: Sequence[torch.Tensor], seed: str) -> None:
     """Give parameters drawn values, the same on all ranks, that narrower dtypes do not hold."""
     numbers = torch.Generator().manual_seed(int.from_bytes(seed.encode(), "big") % 2**63)
     for parameter in params:

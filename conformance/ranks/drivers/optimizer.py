@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
-from conformance.ranks.drivers._optimizer_backwards import run_backwards
+from conformance.ranks.drivers._optimizer_backwards import run_backwards, without_average
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
@@ -188,7 +188,7 @@ class OptimizerDriver(RankDriver):
             self._step_with_scaler(self._scaler, number, kind)
         else:
             self._backward(number, kind)
-            with self.inside("step"):
+            with self.inside("step"), without_average(self, number):
                 self.optimizer.step()
 
     def _keep_parameters(self) -> None:

@@ -16,6 +16,7 @@ from conformance.ranks.drivers._set_aside import SetAside
 from conformance.ranks.drivers._trainers_own import (
     CountingOptimizer,
     TrainersOwn,
+    own_calls_of,
     set_values,
     steps_of,
 )
@@ -47,6 +48,7 @@ from conformance.scenarios.strategy_schedule import (
     multiple_in,
     nested_of_two,
     part_of,
+    puts_own_steps,
     raised_in,
     raises_in,
     swap_of,
@@ -201,7 +203,7 @@ class StrategyDriver(RankDriver):
         if scenario.variant != "no_ddp":
             self.model = self._in_ddp(probe, on_world, ddp)
         self.optimizers = self.every_optimizer = self._make_optimizers()
-        self.own = TrainersOwn(probe, self.params)
+        self.own = TrainersOwn(probe, self.params, self.every_optimizer)
         self.hook_calls = [0] * len(self.params)
         if scenario.variant == ACCUMULATED.variant:
             for index, parameter in enumerate(self.params):
@@ -234,21 +236,22 @@ class StrategyDriver(RankDriver):
         return [of_params, FlatBuffers(self.params, f"{seed}/gradients", self.rank)]
 
     def _make_optimizers(self) -> list[CountingOptimizer]:
+        made = partial(CountingOptimizer, seed=f"{self.scenario.session_seed}/{self.scenario.name}")
         if self.scenario.variant == "turns":
             parts: list[list[torch.nn.Parameter]] = [[], []]
             for index, parameter in enumerate(self.params):
                 parts[part_of(self.scenario, index)].append(parameter)
-            return [CountingOptimizer(part) for part in parts]
+            return [made(part) for part in parts]
         if self.scenario.variant != "shared":
             _, later = added(self.scenario)
             swap = swap_of(self.scenario)
             absent = later | (swap.given if swap else frozenset())
             first = [p for index, p in enumerate(self.params) if index not in absent]
-            return [CountingOptimizer(first)]
+            return [made(first)]
         # Two optimizers share a parameter, and name parameters in another order than the model.
         one, second, third, *rest = reversed(self.params)
         groups = [{"params": [second]}, {"params": [one, third]}]
-        return [CountingOptimizer(groups), CountingOptimizer([one, *rest])]
+        return [made(groups), made([one, *rest])]
 
     def _swap(self, swap: Swap, step: int) -> None:
         """Put parameters in the place of others, if this is the step."""
@@ -257,6 +260,7 @@ class StrategyDriver(RankDriver):
                 # The list is the probe's own.
                 self.params[index] = torch.nn.Parameter(self.params[index].detach().clone())
                 self.probe.register_parameter(f"p{index}", self.params[index])
+            self.own.trainer_replaced()
             self.model = self._in_ddp(self.probe)
             self.collectives.take_sent()
         if step in (swap.step, swap.renewed_at):
@@ -269,6 +273,9 @@ class StrategyDriver(RankDriver):
         number = batches(self.scenario, step)
         if swap := swap_of(self.scenario):
             self._swap(swap, step)
+        if step in puts_own_steps(self.scenario):
+            for optimizer in self.every_optimizer:
+                optimizer.put_own_step()
         if self.scenario.variant == "turns":
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         clears_later = clears_inside(self.scenario, step)
@@ -342,6 +349,9 @@ class StrategyDriver(RankDriver):
                 self.keep(f"buffer/{name.removeprefix('module.')}", buffer)
         if any(buffers.gaps_changed() for buffers in self.buffers):
             self.recorder.event("gap_change")
+        changed = self.own.changed()
+        with self.doing("optimizer.step()"):
+            steps_taken = steps_of(self.optimizers)
         self.recorder.event(
             "synchronised",
             without=[index for index, p in enumerate(self.params) if p.grad is None],
@@ -350,8 +360,9 @@ class StrategyDriver(RankDriver):
             sent=[len(sent), sum(size for _, size in sent)],
             gradients=sum(p.numel() * p.element_size() for p in self.params),
             hook_calls=self.hook_calls,
-            changed=self.own.changed(),
-            steps_taken=steps_of(self.optimizers),
+            changed=changed,
+            steps_taken=steps_taken,
+            own_steps=own_calls_of(self.optimizers),
         )
         self.hook_calls = [0] * len(self.params)
 
