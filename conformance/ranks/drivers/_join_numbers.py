@@ -209,10 +209,17 @@ def _digest(value: Any) -> str:
 
 
 def _knows_divisor(subject: Any) -> bool:
-    """Whether ``join_hook`` names the keyword argument that decides the divisor."""
+    """Whether ``join_hook`` names the keyword argument that decides the divisor, or calls that of a
+    base class which does.
+    """
     if isinstance(subject, DistributedDataParallel):
         return True
-    code = getattr(getattr(type(subject), "join_hook", None), "__code__", None)
-    if code is None:
-        return False
-    return DIVISOR in (*code.co_varnames, *code.co_names, *code.co_consts)
+    for made in type(subject).__mro__:
+        code = getattr(made.__dict__.get("join_hook"), "__code__", None)
+        if code is None:
+            continue
+        if DIVISOR in (*code.co_varnames, *code.co_names, *code.co_consts):
+            return True
+        if "super" not in code.co_names:
+            return False
+    return False
