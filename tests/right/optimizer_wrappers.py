@@ -146,15 +146,15 @@ class KeepsInBuffers(AveragesGradients):
 
 
 class OneBackward(KeepsInBuffers):
-    """The same, but a gradient that comes before the last one was used is an error."""
+    """The same, but a second backward before step() is an error, unless the first was dropped."""
 
     def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
         self.arrived: set[torch.Tensor] = set()
         super().__init__(optim, process_group)
 
     def _take(self, parameter: torch.Tensor) -> None:
-        if parameter in self.arrived:
-            raise RuntimeError("a second backward before step(): it would replace the first one")
+        if parameter in self.arrived and parameter.grad is self.buffers[parameter]:
+            raise RuntimeError("a second backward before step()")
         self.arrived.add(parameter)
         super()._take(parameter)
 
@@ -168,8 +168,7 @@ class OneBackward(KeepsInBuffers):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.arrived:
-            raise RuntimeError("zero_grad() between a backward and step()")
+        self.arrived.clear()
         super().zero_grad(set_to_none)
 
 
