@@ -275,20 +275,6 @@ class ClipsTheMean(Averages):
         super().update()
 
 
-class AddsItsOwnFirst(ClipsTheMean):
-    """Gather gradients, and add the own one first: of three ranks each rounds otherwise."""
-
-    def reduce(self, grads: list[torch.Tensor], count: float) -> float:
-        for grad in grads:
-            others = [torch.empty_like(grad) for _ in range(self.group.size())]
-            dist.all_gather(others, grad, group=self.group)
-            own = others.pop(self.group.rank())
-            for other in others:
-                own = own + other
-            grad.copy_(own)
-        return super().reduce([], count)
-
-
 class AveragesModels(Averages):
     """Train each rank's own model, and average the models of training ranks after some steps.
 
@@ -371,7 +357,6 @@ RIGHT = [
     Right("Averages", kind=KIND),
     Right("NeedsAContext", kind=KIND),
     Right("ClipsTheMean", kind=KIND),
-    Right("AddsItsOwnFirst", kind=KIND),
     Right("AveragesModels", kind=KIND),
     Right("AveragesModels,period=2", kind=KIND),
     Right("KeepsAnExpert", kind=KIND),
