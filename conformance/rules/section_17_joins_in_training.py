@@ -237,7 +237,8 @@ def many(run: Run, claims: Claims, found: Found) -> None:
     """In each of 100 to 150 contexts of the same joinables all hooks are called as in the first,
     and a joinable that is judged has the gradients, and the state afterwards, of 17.18 to 17.20.
     If its ranks hold one model at the end of the first body, they do so at the end of each body in
-    which all have as many inputs, if a join came before it.
+    which all have as many inputs, if a join came before it. Models that ranks train by gradients of
+    their own, and average now and then, may differ there.
 
     The number of contexts, their joinables and their inputs, 0 to 4 on each rank, are drawn. One
     context of five, drawn too, ends with an exception, as in 17.10.
