@@ -80,6 +80,12 @@ COSTLY_RULES = {
     *(f"18.{place}" for place in (*range(21, 33), 35)),
     *(f"19.{place}" for place in (*range(23, 36), 38)),
 }
+# Other rules whose runs take longer than most. The suite judges mutants by the first of each
+# section.
+LONG_RULES = {
+    *("2.5", "4.4", "8.4", "8.7", "9.2", "9.4", "11.6", "12.5", "13.14", "13.16", "13.18"),
+    *("14.5", "14.7", "14.12", "14.28", "15.4", "16.6", "17.9"),
+}
 # Each costly rule judges one in so many subjects.
 ONE_IN = 12
 

@@ -121,11 +121,11 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
     and the marker ``ranks`` is only for tests that request judgements. A worker of pytest-xdist
     knows too late which tests it gets: it judges a case when its test asks for it.
     """
-    is_thorough = request.config.getoption("--thorough")
-    if is_worker(request.config):
+    config = request.config
+    if is_worker(config):
         with ExitStack() as stack:
             judge = Judge(stack)
-            yield lambda case: judge.judge(replace(case, rules=()) if is_thorough else case)
+            yield lambda case: judge.judge(as_judged(case, config))
         return
     cases = [
         item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)
@@ -134,10 +134,23 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
         # An executor starts a process of multiprocessing's even if nothing is submitted.
         yield none_selected
         return
-    whole = {case: replace(case, rules=()) if is_thorough else case for case in cases}
+    judged_as = {case: as_judged(case, config) for case in cases}
     with judges() as judged:
-        futures = {case: judged(case) for case in dict.fromkeys(whole.values())}
-        yield lambda case: futures[whole[case]].result()
+        futures = {case: judged(case) for case in dict.fromkeys(judged_as.values())}
+        yield lambda case: futures[judged_as[case]].result()
+
+
+def as_judged(case: Case, config: pytest.Config) -> Case:
+    """Return a case as it is judged under the options of this test run.
+
+    A part of the book is judged with the rules that it builds on only if an option asks for more
+    than a short test run.
+    """
+    if config.getoption("--thorough"):
+        return replace(case, rules=())
+    if config.getoption("--every"):
+        return case
+    return replace(case, alone=case.alone or (case.partly and bool(case.rules)))
 
 
 def is_worker(config: pytest.Config) -> bool:

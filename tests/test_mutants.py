@@ -16,7 +16,7 @@ from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Failure, Verdict
 from conformance.rules import book
 from tests import failures_on_file
-from tests.cases import Case, Judgements, is_costly, own_judge
+from tests.cases import LONG_RULES, Case, Judgements, is_costly, own_judge
 from tests.failures_on_file import normal
 from tests.mutants import Mutant, catalogue
 
@@ -58,7 +58,8 @@ def rarely_judged() -> set[Case]:
     often: dict[str, Case] = {}
     for case in sorted(CASES, key=lambda case: places[CASES[case].breaks[0]]):
         rule = BOOK[CASES[case].breaks[0]]
-        often.setdefault(rule.section if is_costly(rule) else rule.number, case)
+        is_long = is_costly(rule) or rule.number in LONG_RULES
+        often.setdefault(rule.section if is_long else rule.number, case)
     return set(CASES) - set(often.values())
 
 

@@ -121,7 +121,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", in_turns(CASES[1:], 24), ids=str)
+@pytest.mark.parametrize("case", in_turns(CASES[1:], 60), ids=str)
 def test_is_certified(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:
