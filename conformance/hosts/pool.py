@@ -43,6 +43,13 @@ class HostDied(Exception):
     """The process above the ranks is gone; ``str(error)`` is how it ended."""
 
 
+class HostSilent(HostDied):
+    """The process above the ranks still exists, and does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__("it did not answer")
+
+
 class _Lane:
     """A connection to a lane, a process of the host's that carries out one run at a time."""
 
@@ -55,13 +62,13 @@ class _Lane:
         """Send a command and return the answer; None if the lane hung up.
 
         Raises:
-            HostDied: there was no answer in time.
+            HostSilent: there was no answer in time.
         """
         try:
             self._connection.sendall((json.dumps(command) + "\n").encode())
             while b"\n" not in self._buffer:
                 if not select.select([self._connection], [], [], seconds)[0]:
-                    raise HostDied("it did not answer")
+                    raise HostSilent
                 chunk = self._connection.recv(1 << 20)
                 if not chunk:
                     return None
@@ -164,6 +171,8 @@ class Pool:
         try:
             command = {**command, "folder": str(folder)}
             return self._request(command, self.deadline + profile.startup)
+        except HostSilent:
+            return {"error": f"the process above it did not answer while {activity}"}
         except HostDied as error:
             return {"error": f"{activity} killed the process above it ({error})"}
         finally:
@@ -192,7 +201,8 @@ class Pool:
         try:
             outcome = request(command, deadline, scenario.patience)
         except HostDied as error:
-            outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
+            stopped = "silent" if isinstance(error, HostSilent) else "host"
+            outcome = {"stopped": stopped, "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
             raise KitError(f"cannot run {name}: {outcome['kit_error']}")
         write_json(folder / OUTCOME, outcome)
@@ -255,7 +265,8 @@ class Pool:
             patience: more seconds that the lane may take if the deadline begins anew.
 
         Raises:
-            HostDied: the lane, or the host above it, died or did not answer.
+            HostDied: the lane, or the host above it, died.
+            HostSilent: it did not answer.
         """
         self.greeting()
         return self._carry_out(self._free_lanes.get(), command, deadline, patience)
@@ -294,6 +305,8 @@ class Pool:
                 raise HostDied(self._describe_lane_end(lane))
             if not self._is_host_alive():
                 host_end = self._describe_host_end()
+                if self._is_host_running():
+                    raise HostSilent
                 raise HostDied(f"{host_end}, above the one that forked them")
             return answer
         except HostDied:
@@ -312,6 +325,9 @@ class Pool:
             self._control.send(json.dumps({"ping": number}).encode())
             return self._read_packets(lambda: self._last_pong >= number, PATIENCE)
         return False
+
+    def _is_host_running(self) -> bool:
+        return self._host is not None and self._host.poll() is None
 
     def _start_host(self) -> None:
         if self._base == Path():

@@ -155,6 +155,12 @@ def _kind_and_line(run: Run) -> tuple[str, str]:
     if run.stopped == "host":
         line = f"a process above the ranks died during the run ({run.host}): the subject killed it"
         return "host", line
+    if run.stopped == "silent":
+        line = (
+            "a process above the ranks did not answer, each time that the run was tried: the "
+            "subject stopped it, or this machine is too busy"
+        )
+        return "host", line
     for rank in run.ranks:
         if rank.exit == KIT_FAILED or "unreadable" in rank.evidence:
             printed = str(rank.evidence.get("output", "")).strip() or "it printed no reason"
@@ -180,12 +186,15 @@ def _kind_and_line(run: Run) -> tuple[str, str]:
     return "died", "ranks ended without a complete record"
 
 
-def never_began(run: Run) -> bool:
-    """Whether the run failed before any rank came to the subject, so that it can be tried again.
+def is_tried_again(run: Run) -> bool:
+    """Whether a busy machine may have ended the run: no rank came to the subject, or the process
+    above the ranks fell silent.
 
     A run whose ranks were killed at their deadline is not tried again, since it takes too long.
     """
-    return not run.finished and run.stopped != "hang" and _is_before_the_subject(run)
+    if run.finished or run.stopped == "hang":
+        return False
+    return run.stopped == "silent" or _is_before_the_subject(run)
 
 
 def _is_before_the_subject(run: Run) -> bool:

@@ -26,9 +26,9 @@ class Run:
         world: the number of processes.
         ranks: the record of each rank.
         stopped: ``ended``, or why the host ended the run: ``hang``, ``peer``, ``flood``, ``host``,
-            ``node``.
+            ``silent``, ``node``.
         left_processes: command lines of processes that outlived their rank.
-        host: how the host died, or the node was lost, if that happened.
+        host: how the host died or fell silent, or the node was lost, if that happened.
         reference: the run of the claimed reference, for rules that compare each run with it.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conformance.errors import UsageError
 from conformance.hosts.ranks_protocol import Ranks
-from conformance.judging.run_failures import never_began
+from conformance.judging.run_failures import is_tried_again
 from conformance.records.files import OUTCOME
 from conformance.records.run import Run, load_run
 from conformance.scenarios.model import Scenario
@@ -18,7 +18,7 @@ from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
 
-TRIES = 3  # of a run in which no rank came as far as the subject
+TRIES = 3  # of a run that a busy machine may have ended
 
 
 class RunSource:
@@ -119,7 +119,7 @@ class LocalSource(RunSource):
         with self._turns.alone() if is_alone else self._turns.beside_others():
             for _ in range(TRIES):
                 run = self._try(scenario, world, subject, folder_name)
-                if not never_began(run):
+                if not is_tried_again(run):
                     break
         return run
 

@@ -9,14 +9,19 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from conformance.errors import KitError
+from conformance.hosts import pool as hosts_pool
 from conformance.hosts.pool import Pool
 from conformance.judging.run_failures import FailedRun, failed_run
+from conformance.records.run import load_run
 from conformance.scenarios.hook import ALL, SCHEDULES, VALUES, VALUES_AGAIN
 from conformance.scenarios.model import Scenario
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
+from hooks_ref import allreduce_hook
 from tests.cases import PATIENT
 from tests.torch_marks import needs_flight_recorder_of_gloo
 
@@ -180,6 +185,27 @@ def test_goes_on_after_the_host_was_killed() -> None:
         assert broken is not None
         assert broken.kind == "host"
         assert "signal SIGKILL" in broken.line
+        assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
+
+
+def stops_parent(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Stop the process that has forked this rank, but not this rank."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return allreduce_hook(None, bucket)
+
+
+def test_goes_on_after_a_lane_fell_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped lane answers no more than one that gets no time on a busy machine."""
+    monkeypatch.setattr(hosts_pool, "PATIENCE", 2.0)
+    monkeypatch.setattr(hosts_pool, "SLOWEST", 0.0)
+    with Pool(PATIENT) as pool:
+        subject = SubjectSpec(hook="tests.hosts.test_pool:stops_parent")
+        silent = pool.run(VALUES, 2, subject, "silent")
+        broken = failed_run(load_run(silent, VALUES, 2))
+        assert broken is not None
+        assert broken.kind == "host"
+        assert "the subject stopped it, or this machine is too busy" in broken.line
+        monkeypatch.undo()
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
 
 

@@ -173,6 +173,7 @@ def test_failures_outside_the_ranks_are_described() -> None:
     unwritten = RankRecord(0, exit=KIT_FAILED, evidence={"output": "no space left"})
     failed = [
         failure(RankRecord(0), stopped="host", host="signal SIGKILL"),
+        failure(RankRecord(0), stopped="silent", host="it did not answer"),
         failure(RankRecord(0), stopped="node", host="node1 was lost"),
         failure(printed, stopped="flood"),
         failure(unwritten),
@@ -185,6 +186,9 @@ def test_failures_outside_the_ranks_are_described() -> None:
 Expected: a run that comes to its end on every rank
 Actual: a process above the ranks died during the run (signal SIGKILL): the subject killed
     it
+Expected: a run that comes to its end on every rank
+Actual: a process above the ranks did not answer, each time that the run was tried: the
+    subject stopped it, or this machine is too busy
 Expected: a run that comes to its end on every rank
 Actual: node1 was lost
 Expected: at most 64 KiB of output per call

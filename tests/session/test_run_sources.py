@@ -51,6 +51,11 @@ def busy(stopped: str = "ended") -> Run:
     return run
 
 
+def silent() -> Run:
+    """Return a run in which the process above the ranks fell silent."""
+    return Run(VALUES, 1, [], "silent", host="it did not answer")
+
+
 def well() -> Run:
     return Run(VALUES, 1, [RankRecord(0, [event("finished", 0)], exit=0)])
 
@@ -61,6 +66,8 @@ def well() -> Run:
         ([well()], 1),
         ([busy(), well()], 2),
         ([busy()] * TRIES, TRIES),
+        ([silent(), well()], 2),
+        ([silent()] * TRIES, TRIES),
         # It has taken its whole deadline.
         ([busy("hang")], 1),
         # The subject's own errors are its own.
@@ -68,7 +75,7 @@ def well() -> Run:
         ([Run(VALUES, 1, [RankRecord(0, exit=KIT_FAILED)])], 1),
     ],
 )
-def test_a_run_that_never_began_is_tried_again(
+def test_a_run_that_a_busy_machine_may_have_ended_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[Run], tries: int
 ) -> None:
     left = iter(runs)
