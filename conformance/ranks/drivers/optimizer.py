@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import copy
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_backwards import run_backwards, without_average
+from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
 from conformance.ranks.drivers._optimizer_writes import renew, write
-from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
@@ -30,7 +28,6 @@ from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting, Write, recipient
 from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
 from conformance.scenarios.optimizer_training import (
-    USER_OPTIMIZER,
     averages_gradients,
     is_closed,
     is_frozen,
@@ -39,8 +36,6 @@ from conformance.scenarios.optimizer_training import (
     wrapped_class,
 )
 
-# The kit chooses these options, since the right values of parameters depend on them.
-_CHOSEN_BY_KIT = ("lr", "momentum", "weight_decay")
 # Options that a consolidated state has to keep, beside the numbers of parameters.
 _KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
 
@@ -116,13 +111,13 @@ class OptimizerDriver(RankDriver):
                 process_group=self.group if self.scenario.groups else None,
                 gradient_as_bucket_view=self.scenario.ddp.gradient_as_bucket_view,
             )
-        names = self._names_in_signature()
+        names = names_in_signature(self)
         self.averager = None
         if "averager" in names:
             warmup = self.setting.warmup
             self.averager = Averager(self, self.params, warmup, self.setting.period)
         try:
-            self.optimizer = self._make_optimizer(names)
+            self.optimizer = self._construction.make(names)
         except ValueError as error:
             # torch's Adam refuses a rate in a tensor with foreach=True.
             if not self.setting.has_tensor_rates or wrapped_class(self.scenario) == "SGD":
@@ -130,13 +125,13 @@ class OptimizerDriver(RankDriver):
             self.activity = KIT
             self.recorder.event("refuses_tensor_rates", error=str(error)[:200])
             self.setting = replace(self.setting, has_tensor_rates=False)
-            self.optimizer = self._make_optimizer(names)
+            self.optimizer = self._construction.make(names)
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
         self._scaler = self._make_scaler()
         self._snapshot: tuple[list[torch.Tensor], Any] | None = None
-        for place in range(-self.setting.appended if self._is_regrouped else 0, 0):
+        for group in self._construction.appended():
             with self.doing("add_param_group"):
-                self.optimizer.add_param_group(self._group(place))
+                self.optimizer.add_param_group(group)
         if restored:
             # A consolidated state is on the group's first rank alone.
             source = self.load(self._ranks[0]) if self.consolidates else restored
@@ -145,6 +140,10 @@ class OptimizerDriver(RankDriver):
             self._take_snapshot()
         if self.consolidates:
             self.recorder.event("consolidates")
+
+    @property
+    def _construction(self) -> Construction:
+        return Construction(self, self.setting, self.params, self.averager)
 
     def _step(self, number: int, kind: str) -> None:
         """Train one step."""
@@ -156,7 +155,7 @@ class OptimizerDriver(RankDriver):
             self._go_back()
         if number == self.setting.added:
             # Its parameters can be read once, as those of model.head.parameters().
-            group = self._group(-1)
+            group = self._construction.group(-1)
             group["params"] = iter(group["params"])
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(group)
@@ -219,92 +218,6 @@ class OptimizerDriver(RankDriver):
             )
         self.begin_step(len(self.scenario.steps), "none")
         self._keep_parameters()
-
-    # Making the optimizer
-
-    def _names_in_signature(self) -> set[str]:
-        """Return the names in the target's signature; ``**`` if it takes any keyword."""
-        target = self.target()
-        others = ("params", "optim", "optimizer_class", "averager")
-        chosen = [name for name in (*_CHOSEN_BY_KIT, *others) if name in target.kwargs]
-        if chosen:
-            raise TargetError(f"{chosen[0]}= is for the kit to choose; leave it out of the target")
-        try:
-            parameters = inspect.signature(target.function).parameters.values()
-        except (TypeError, ValueError):
-            return set()
-        return {
-            "**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
-            for parameter in parameters
-        }
-
-    def _make_optimizer(self, names: set[str]) -> Any:
-        """Return the subject's optimizer, and record the options that it has taken."""
-        options = self._as_given(self.setting.options)
-        name = wrapped_class(self.scenario)
-        inner = UserOptimizer if name == USER_OPTIMIZER else getattr(torch.optim, name)
-        # With optimizer_class, ``**`` passes the options of the inner optimizer.
-        passed_on = options if "optimizer_class" in names and "**" in names else {}
-        taken = options
-        if not passed_on and "optim" not in names:
-            taken = {name: value for name, value in options.items() if name in names}
-        is_grouped = bool(self.setting.groups)
-        if "lr" not in taken and not is_grouped:
-            raise TargetError(
-                "an optimizer wrapper takes optim, or optimizer_class and **options, or lr: "
-                "its signature has none of them"
-            )
-        self.recorder.event(
-            "made",
-            averager=bool(self.averager),
-            options={name: self.setting.options[name] for name in taken},
-            takes_any=bool({"optim", "optimizer_class"} & names),
-        )
-        made = self.make(
-            lambda target: replace(target, kwargs={**passed_on, **target.kwargs}),
-            params=lambda: self._groups() if is_grouped else list(self.params),
-            optimizer_class=lambda: inner,
-            optim=lambda: inner(self._groups() if is_grouped else self.params, **options),
-            averager=lambda: self.averager,
-            **{name: (lambda value=value: value) for name, value in options.items()},
-        )
-        if not callable(getattr(made, "step", None)):
-            name = type(made).__name__
-            raise TargetError(f"an optimizer wrapper has a method step(); {name} has none")
-        return made
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups that exist from the start."""
-        if self._is_regrouped:
-            later = self.setting.appended
-        else:
-            later = int(self.setting.added >= 0)
-        return [self._group(number) for number in range(len(self.setting.groups) - later)]
-
-    @property
-    def _is_regrouped(self) -> bool:
-        return bool(self.saved and self.setting.regrouped)
-
-    def _group(self, number: int) -> dict[str, Any]:
-        plan = self.setting
-        groups = plan.regrouped if self._is_regrouped else plan.groups
-        entries = plan.new_entries if self._is_regrouped else plan.entries
-        indices, options = groups[number]
-        params = [self.params[index] for index in indices]
-        return {
-            **{"params": params, **self._as_given(options)},
-            **(copy.deepcopy(entries[number]) if entries else {}),
-        }
-
-    def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options in the form in which optimizers are given them."""
-        given = dict(options)
-        if self.setting.has_tensor_rates and "lr" in given:
-            # torch's Adam divides the tensor by a bias correction, and rounds to its dtype.
-            is_divided = wrapped_class(self.scenario) != "SGD"
-            dtype = torch.float64 if is_divided else torch.float32
-            given["lr"] = torch.tensor(given["lr"], dtype=dtype)
-        return given
 
     # Parts of a step
 

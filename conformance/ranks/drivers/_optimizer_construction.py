@@ -1,0 +1,142 @@
+"""The construction of an optimizer wrapper, by the arguments that its signature takes."""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conformance.errors import TargetError
+from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._user_optimizer import UserOptimizer
+from conformance.ranks.drivers.base import RankDriver
+from conformance.scenarios.optimizer import Setting
+from conformance.scenarios.optimizer_training import USER_OPTIMIZER, wrapped_class
+
+# The kit chooses these options, since the right values of parameters depend on them.
+_CHOSEN_BY_KIT = ("lr", "momentum", "weight_decay")
+
+
+def names_in_signature(driver: RankDriver) -> set[str]:
+    """Return the names in the target's signature; ``**`` if it takes any keyword.
+
+    Raises:
+        TargetError: the target sets an argument that the kit chooses.
+    """
+    target = driver.target()
+    others = ("params", "optim", "optimizer_class", "averager")
+    chosen = [name for name in (*_CHOSEN_BY_KIT, *others) if name in target.kwargs]
+    if chosen:
+        raise TargetError(f"{chosen[0]}= is for the kit to choose; leave it out of the target")
+    try:
+        parameters = inspect.signature(target.function).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {
+        "**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+        for parameter in parameters
+    }
+
+
+class Construction:
+    """Makes the subject's optimizer, and the groups that it is given at first or later.
+
+    Args:
+        driver: the rank.
+        setting: the options and groups of the scenario.
+        params: the parameters of the model.
+        averager: the kit's own averager, if the target takes one.
+    """
+
+    def __init__(
+        self,
+        driver: RankDriver,
+        setting: Setting,
+        params: list[torch.nn.Parameter],
+        averager: Averager | None,
+    ) -> None:
+        self._driver = driver
+        self._setting = setting
+        self._params = params
+        self._averager = averager
+        self._wrapped = wrapped_class(driver.scenario)
+        self._is_regrouped = bool(driver.saved and setting.regrouped)
+
+    def make(self, names: set[str]) -> Any:
+        """Return the subject's optimizer, and record the options that it has taken.
+
+        Args:
+            names: those in the target's signature.
+
+        Raises:
+            TargetError: the signature takes no optimizer, or what it returns is none.
+        """
+        options = self._as_given(self._setting.options)
+        name = self._wrapped
+        inner = UserOptimizer if name == USER_OPTIMIZER else getattr(torch.optim, name)
+        # With optimizer_class, ``**`` passes the options of the inner optimizer.
+        passed_on = options if "optimizer_class" in names and "**" in names else {}
+        taken = options
+        if not passed_on and "optim" not in names:
+            taken = {name: value for name, value in options.items() if name in names}
+        is_grouped = bool(self._setting.groups)
+        if "lr" not in taken and not is_grouped:
+            raise TargetError(
+                "an optimizer wrapper takes optim, or optimizer_class and **options, or lr: "
+                "its signature has none of them"
+            )
+        self._driver.recorder.event(
+            "made",
+            averager=bool(self._averager),
+            options={name: self._setting.options[name] for name in taken},
+            takes_any=bool({"optim", "optimizer_class"} & names),
+        )
+        made = self._driver.make(
+            lambda target: replace(target, kwargs={**passed_on, **target.kwargs}),
+            params=lambda: self._first_groups() if is_grouped else list(self._params),
+            optimizer_class=lambda: inner,
+            optim=lambda: inner(self._first_groups() if is_grouped else self._params, **options),
+            averager=lambda: self._averager,
+            **{name: (lambda value=value: value) for name, value in options.items()},
+        )
+        if not callable(getattr(made, "step", None)):
+            name = type(made).__name__
+            raise TargetError(f"an optimizer wrapper has a method step(); {name} has none")
+        return made
+
+    def group(self, number: int) -> dict[str, Any]:
+        """Return one parameter group; negative numbers count from the last one."""
+        plan = self._setting
+        groups = plan.regrouped if self._is_regrouped else plan.groups
+        entries = plan.new_entries if self._is_regrouped else plan.entries
+        indices, options = groups[number]
+        params = [self._params[index] for index in indices]
+        return {
+            **{"params": params, **self._as_given(options)},
+            **(copy.deepcopy(entries[number]) if entries else {}),
+        }
+
+    def appended(self) -> list[dict[str, Any]]:
+        """Return the groups that are added before a saved state is loaded."""
+        count = self._setting.appended if self._is_regrouped else 0
+        return [self.group(place) for place in range(-count, 0)]
+
+    def _first_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that exist from the start."""
+        if self._is_regrouped:
+            later = self._setting.appended
+        else:
+            later = int(self._setting.added >= 0)
+        return [self.group(number) for number in range(len(self._setting.groups) - later)]
+
+    def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options in the form in which optimizers are given them."""
+        given = dict(options)
+        if self._setting.has_tensor_rates and "lr" in given:
+            # torch's Adam divides the tensor by a bias correction, and rounds to its dtype.
+            is_divided = self._wrapped != "SGD"
+            dtype = torch.float64 if is_divided else torch.float32
+            given["lr"] = torch.tensor(given["lr"], dtype=dtype)
+        return given
