@@ -14,7 +14,7 @@ from conformance.judging.run_failures import FailedRun
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
-from conformance.session.apply_rule import RuleCrashed, apply_rule
+from conformance.session.apply_rule import RuleCrashed, apply_rule, note_findings
 from conformance.session.blame import (
     blamed_rule,
     consequence,
@@ -31,6 +31,7 @@ from conformance.session.probes import Probes, adapted_probe
 from conformance.session.progress import Progress
 from conformance.session.run_maker import NodeLost, NotRun, RunMaker
 from conformance.session.run_sources import RunSource
+from conformance.session.wanted_runs import WantedRuns, is_claimed
 from conformance.subjects.claims import Claims, default_claims
 from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of
 
@@ -81,7 +82,7 @@ class Engine:
             )
         self._rules = rules
         self._judgements: dict[str, Judgement] = {}
-        self._announced: Sequence[str] = ()
+        self.wanted = WantedRuns(rules, self.plan, subject.kind, claims, source.profile)
         self.probes = Probes(subject, claims, self.plan, source.capacity)
         self.maker: RunMaker = RunMaker(
             source,
@@ -89,7 +90,7 @@ class Engine:
             subject,
             claims,
             control.maker if control else None,
-            self._scheduled_runs,
+            lambda: self.wanted.not_among(self.maker.made),
         )
 
     @property
@@ -137,7 +138,7 @@ class Engine:
         """Announce the selected rules, so that their runs can be prefetched once the first run has
         passed.
         """
-        self._announced = numbers
+        self.wanted.announce(numbers)
 
     def show(self, progress: Progress) -> None:
         """Show the runs on a terminal while they are waited for."""
@@ -145,25 +146,11 @@ class Engine:
             return
 
         def waits_for(name: str) -> None:
-            progress.run(name, len(self.maker.made), self._number_of_runs())
+            progress.run(name, len(self.maker.made), self.wanted.count())
 
         self.maker.waits_for = waits_for
         if self.control:
             self.control.maker.waits_for = lambda name: progress.run(f"reference, {name}", 0, 0)
-
-    def _number_of_runs(self) -> int:
-        """Return the number of runs that the announced rules need; 0 before they are announced."""
-        rules = [self._rules[number] for number in self._announced]
-        claimed = [rule for rule in rules if self._is_claimed(rule)]
-        names = {
-            (scenario.name, size)
-            for rule in claimed
-            if not (rule.unless and self.claims.has(rule.unless))
-            for scenario, size in self.plan.runs_of(rule)
-        }
-        if any(rule.watches for rule in rules):
-            names |= {(scenario.name, size) for scenario, size in self._watched_runs()}
-        return len(names)
 
     def check_machine(self) -> None:
         """Certify the machine: the reference must pass the rules that certify it.
@@ -228,7 +215,7 @@ class Engine:
 
     def _judge(self, rule: Rule) -> Judgement:
         profile = self.source.profile
-        if not self._is_claimed(rule):
+        if not is_claimed(rule, self.claims):
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
         if rule.device not in ("", profile.device):
             reason = f"it applies on {rule.device} only, and this profile is {profile.name}"
@@ -336,7 +323,7 @@ class Engine:
             self._note_failed_run(rule, run, failed, judgement)
         else:
             try:
-                self._note_findings(judgement, name, rule, self._with_baseline(rule, run))
+                note_findings(judgement, name, rule, self._with_baseline(rule, run), self.claims)
             except NodeLost as error:
                 judgement.note_run(name, Verdict.NOT_RUN, str(error))
 
@@ -378,7 +365,9 @@ class Engine:
                 refused += refuses_scenario(rule, run)
             elif not rule.reads_all_runs:
                 try:
-                    self._note_findings(judgement, name, rule, self._with_baseline(rule, run))
+                    note_findings(
+                        judgement, name, rule, self._with_baseline(rule, run), self.claims
+                    )
                 except NodeLost as error:
                     judgement.note_run(name, Verdict.NOT_RUN, str(error))
             else:
@@ -388,7 +377,8 @@ class Engine:
                 except NodeLost as error:
                     judgement.note_run(name, Verdict.NOT_RUN, str(error))
         if rule.reads_all_runs and len(usable) + refused == len(wanted):
-            self._note_findings(judgement, _joined(list(usable)), rule, {**usable, **baselines})
+            runs = {**usable, **baselines}
+            note_findings(judgement, _joined(list(usable)), rule, runs, self.claims)
         # A rule without any check had no chance to fail, whatever its runs say.
         if judgement.verdict is Verdict.PASS and not judgement.checks:
             judgement.verdict = Verdict.NOT_RUN
@@ -403,7 +393,7 @@ class Engine:
     def _judge_watched(self, rule: Rule) -> Judgement:
         """Apply a rule to every run that the other rules of its kind need, until it fails."""
         judgement = Judgement(rule.number, Verdict.PASS)
-        for scenario, size in self._watched_runs():
+        for scenario, size in self.wanted.watched():
             self._watch(rule, scenario, size, judgement)
             if judgement.verdict >= Verdict.FAIL:
                 break
@@ -417,38 +407,6 @@ class Engine:
         self._watch(rule, self.plan.named(name), size, judgement)
         return judgement
 
-    def _watched_runs(self) -> list[tuple[Scenario, int]]:
-        """Return the runs that rules need which do not watch, in the order of the scenarios."""
-        rules = [
-            rule
-            for rule in self._rules.values()
-            if not rule.watches
-            and rule.kind == self.subject.kind
-            and rule.worlds is not WorldSizes.BELOW_MINIMUM
-            and self._is_claimed(rule)
-            and rule.device in ("", self.source.profile.device)
-            and reason_not_applicable(rule, self.source.profile) is None
-        ]
-        wanted = dict.fromkeys(run for rule in rules for run in self.plan.runs_of(rule))
-        return sorted(wanted, key=lambda run: self.plan.place_of(run[0]))
-
-    def _scheduled_runs(self) -> list[tuple[Scenario, int]]:
-        """Return the runs that the announced rules will need."""
-        rules = [self._rules[number] for number in self._announced]
-        wanted = [
-            run
-            for rule in rules
-            if self._is_claimed(rule) and not (rule.unless and self.claims.has(rule.unless))
-            for run in self.plan.runs_of(rule)
-        ]
-        if any(rule.watches for rule in rules):
-            wanted += self._watched_runs()
-        return [
-            (scenario, size)
-            for scenario, size in dict.fromkeys(wanted)
-            if not scenario.resume.resumes and (scenario.name, size) not in self.maker.made
-        ]
-
     def _watch(self, rule: Rule, scenario: Scenario, size: int, judgement: Judgement) -> None:
         """Apply a rule that watches every run to one of them, unless the run has failed."""
         run = self.maker.run(scenario, size)
@@ -456,7 +414,7 @@ class Engine:
             return
         failed = self.maker.failure_of(run)
         if failed is None:
-            self._note_findings(judgement, run.name, rule, run)
+            note_findings(judgement, run.name, rule, run, self.claims)
         elif is_responsible(self._rules, rule, run, failed):
             self._note_failed_run(rule, run, failed, judgement)
 
@@ -469,35 +427,6 @@ class Engine:
         verdict = Verdict.NOT_RUN if limit.is_chosen else Verdict.NOT_APPLICABLE
         reason = f"it needs {max(sizes)} ranks: {limit.reason}"
         return Judgement(rule.number, verdict, reason)
-
-    def _note_findings(
-        self, judgement: Judgement, name: str, rule: Rule, records: Run | dict[str, Run]
-    ) -> None:
-        """Apply a rule to records.
-
-        An exception of the rule is the kit's error, never a verdict on the subject.
-        """
-        try:
-            found = apply_rule(rule, records, self.claims)
-        except RuleCrashed as error:
-            reason = f"the rule itself failed, a defect of the kit; please report it:\n{error}"
-            judgement.note_run(name, Verdict.KIT_ERROR, reason)
-            return
-        verdict = found.verdict()
-        if rule.watches and verdict is Verdict.NOT_RUN:
-            return  # such a run has no such records; others have
-        reason = found.failures[0].actual if found.failures else found.not_applicable or ""
-        if verdict is Verdict.FAIL and not judgement.failures:
-            judgement.failures = found.failures
-        if verdict is Verdict.NOT_RUN:
-            reason = found.without_evidence or "nothing in the records to judge it on"
-        figures = {
-            "checks": found.checks,
-            "margin": found.margin,
-            "traffic": found.traffic,
-            "notes": found.notes or None,
-        }
-        judgement.note_run(name, verdict, reason, **figures)
 
     def _note_failed_run(
         self, rule: Rule, run: Run, failed: FailedRun, judgement: Judgement
@@ -518,9 +447,6 @@ class Engine:
         judgement.note_run(run.name, meaning.verdict, meaning.reason, checks=meaning.checks)
 
     # --- whether a rule is judged -----------------------------------------------------------------
-
-    def _is_claimed(self, rule: Rule) -> bool:
-        return not rule.claimed or self.claims.has(rule.claimed)
 
     def _has_sizes_for(self, rule: Rule) -> bool:
         """Whether the session has a world size for a rule about the other world sizes."""
