@@ -47,7 +47,7 @@ class Case:
     ``claims`` is other than ``exact``. ``seed`` is the one that scenarios are drawn from; the suite
     judges with the same in every run. Rules that watch every run watch those of ``rules`` alone if
     it is judged ``partly``. Judged ``alone``, rules do not ask whether those hold that they build
-    on.
+    on; judged ``briefly``, they do not in a short test run.
     """
 
     target: str
@@ -61,6 +61,7 @@ class Case:
     seed: int = 0
     partly: bool = False
     alone: bool = False
+    briefly: bool = False
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (

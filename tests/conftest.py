@@ -143,14 +143,14 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
 def as_judged(case: Case, config: pytest.Config) -> Case:
     """Return a case as it is judged under the options of this test run.
 
-    A part of the book is judged with the rules that it builds on only if an option asks for more
-    than a short test run.
+    A case that is judged ``briefly`` is judged with the rules that its own build on if an option
+    asks for more than a short test run.
     """
     if config.getoption("--thorough"):
         return replace(case, rules=())
     if config.getoption("--every"):
         return case
-    return replace(case, alone=case.alone or (case.partly and bool(case.rules)))
+    return replace(case, alone=case.alone or case.briefly)
 
 
 def is_worker(config: pytest.Config) -> bool:

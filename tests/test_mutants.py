@@ -40,6 +40,7 @@ def case(module: str, mutant: Mutant) -> Case:
         # Rules that watch every run would otherwise need all runs of the book, as soon as a rule
         # builds on them. Of mutants that break such a rule it is not known which run shows it.
         partly=not any(BOOK[number].watches for number in mutant.breaks),
+        briefly=not any(BOOK[number].watches for number in mutant.breaks),
     )
 
 

@@ -54,6 +54,7 @@ def case(turn: int, module: str, right: Right) -> Case:
         rules=rules,
         kind=right.kind,
         partly=True,
+        briefly=True,
     )
 
 
@@ -77,7 +78,12 @@ def watched() -> list[Case]:
         if kind == HOOK:
             others = others[:3]
         cases.append(
-            replace(CASES[number], rules=(*others, *watching), worlds=CASES[number].worlds[-1:])
+            replace(
+                CASES[number],
+                rules=(*others, *watching),
+                worlds=CASES[number].worlds[-1:],
+                briefly=False,
+            )
         )
     return cases
 
@@ -101,7 +107,7 @@ def whole() -> list[Case]:
     for (_, right), case in zip(catalogue(), CASES, strict=True):
         # Exact hooks have no promise: test_ci.py certifies the reference, at all world sizes.
         if promise(case) and not (case.kind == HOOK and right.sections):
-            first.setdefault(promise(case), replace(case, rules=()))
+            first.setdefault(promise(case), replace(case, rules=(), briefly=False))
     return list(first.values())
 
 

@@ -63,6 +63,7 @@ CLAIMED_RULES = {
     "19.17": "recomputes",
     "22.4": "lossy",
     "23.6": "fused",
+    "23.9": "limits_bytes",
 }
 # Rules that read their runs to find out whether they are claimed.
 _CLAIMED_IN_RUNS: Mapping[str, Callable[[Claims], bool]] = {

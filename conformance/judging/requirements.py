@@ -359,3 +359,22 @@ def _first_wrong(wrong: torch.Tensor, right: torch.Tensor, now: torch.Tensor) ->
     at = int(wrong.reshape(-1).nonzero()[0])
     values = f"{now.reshape(-1)[at].item():.9g} instead of {right.reshape(-1)[at].item():.9g}"
     return f"{values}; {int(wrong.sum())} of {wrong.numel()} elements are wrong"
+
+
+def require_few_bytes(run: Run, claims: Claims, found: Found) -> None:
+    """Require that no step after the warm-up sends more than the claimed share of its gradients.
+
+    The traffic is noted without that claim, too: certificates are compared by it.
+    """
+    for rank, step, collectives, gradients in run.bytes_sent(max(2, claims.warmup)):
+        total = sum(size for _, size in collectives)
+        found.sends(total, gradients)
+        if claims.ratio is None:
+            continue
+        largest = sorted(collectives, key=lambda one: -one[1])[:3]
+        names = ", ".join(f"{name} {size}" for name, size in largest)
+        found.require(
+            total <= claims.ratio * gradients,
+            f"at most {claims.ratio:g} of {gradients} bytes",
+            f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} of them; {names}",
+        )

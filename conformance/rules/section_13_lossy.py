@@ -9,6 +9,7 @@ from conformance.judging.oracles import mean as oracle
 from conformance.judging.oracles.impulses import require_answers
 from conformance.judging.oracles.lossy import likeness
 from conformance.judging.requirements import (
+    require_few_bytes,
     require_optimizer,
     require_same_memory,
     require_warm_up,
@@ -265,19 +266,7 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply()
     elif not sees_collectives([run], claims, found):
         return
-    for rank, step, collectives, gradients in run.bytes_sent(max(2, claims.warmup)):
-        total = sum(size for _, size in collectives)
-        # Certificates are compared by the traffic, also without the claim.
-        found.sends(total, gradients)
-        if claims.ratio is None:
-            continue
-        largest = sorted(collectives, key=lambda one: -one[1])[:3]
-        names = ", ".join(f"{name} {size}" for name, size in largest)
-        found.require(
-            total <= claims.ratio * gradients,
-            f"at most {claims.ratio:g} of {gradients} bytes",
-            f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} of them; {names}",
-        )
+    require_few_bytes(run, claims, found)
 
 
 @rule(

@@ -11,9 +11,11 @@ from conformance.judging.oracles import (
     slopes,
 )
 from conformance.judging.oracles.long_runs import LongRecord
+from conformance.judging.requirements import require_few_bytes, sees_collectives
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.late_steps import SENT_LATE
 from conformance.scenarios.long_runs import ENDURANCE
 from conformance.scenarios.profiles import CUDA
 from conformance.subjects.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
@@ -121,9 +123,10 @@ def independent_in_time(run: Run, claims: Claims, found: Found) -> None:
     """Under ``unbiased`` the errors of a step are not correlated with those of any number of steps
     before.
 
-    Noise that comes again does not average out. The limit for each lag is 7 times the root sum of
-    squares of the products, plus 12 times the largest; by chance one of all lags exceeds it with
-    probability below 1e-7 (see ``judging/oracles/long_runs.py``).
+    Noise that comes again does not average out. Draws that follow from those of an earlier step are
+    refused, too, also if they are its opposite (antithetic variates). The limit for each lag is 7
+    times the root sum of squares of the products, plus 12 times the largest; by chance one of all
+    lags exceeds it with probability below 1e-7 (see ``judging/oracles/long_runs.py``).
     """
     if claims.lossy != UNBIASED:
         found.does_not_apply()
@@ -169,7 +172,8 @@ def independent_among_ranks(run: Run, claims: Claims, found: Found) -> None:
 def mixing(run: Run, claims: Claims, found: Found) -> None:
     """Under ``local`` a rank whose gradient has weight in the first 200 steps after the warm-up has
     weight again at least every 200 steps, or twice as long as between its first three times; under
-    ``local(period=k)`` every k steps.
+    ``local(period=k)`` every k steps. In any 48 steps, twice the 24 of the claim, weights connect
+    every rank with every other one, directly or through others.
 
     The learning rate of the trainer's optimizer falls by a factor of 2**20 during the run, and for
     260 steps each gradients are 2**20 times smaller and 2**17 times larger.
@@ -271,3 +275,26 @@ def no_growth(run: Run, claims: Claims, found: Found) -> None:
         names += ["blocks", "memory"]
     for rank in run.ranks:
         slopes.require_no_growth(rank, names, found)
+
+
+@rule(
+    "23.9",
+    "Sends no more than it claims after a thousand steps",
+    on=(SENT_LATE,),
+    owns=(SENT_LATE,),
+    claimed="limits_bytes",
+    needs=("13.7",),
+    since="2.0",
+    source="rule book; Lin et al., Deep Gradient Compression, ICLR 2018: the share that is sent "
+    "changes with the steps",
+    remedy="a share that grows with the steps, or with what is kept; steps that send everything "
+    "now and then",
+)
+def bytes_sent_late(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``ratio=r`` the bytes that a rank gives to collectives in a step are at most r times
+    those of its gradients in later steps, too.
+
+    Ten steps or more are judged, after 1,000 to 1,200 others, whose number is drawn.
+    """
+    if sees_collectives([run], claims, found):
+        require_few_bytes(run, claims, found)

@@ -7,7 +7,7 @@ from conformance.judging.side_effects import changed_settings, first_of, require
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import BUCKETS, LONG, SCHEDULES, TRAINING, VALUES
-from conformance.scenarios.process import HEAVY
+from conformance.scenarios.process import HEAVY, HEAVY_HALF
 from conformance.scenarios.profiles import CUDA
 from conformance.subjects.claims import Claims
 
@@ -134,17 +134,21 @@ def process_settings(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "9.4",
     "Needs no more memory with every step",
-    on=(LONG, HEAVY),
-    owns=(HEAVY,),
+    on=(LONG, HEAVY, HEAVY_HALF),
+    owns=(HEAVY, HEAVY_HALF),
+    refusable=(HEAVY_HALF,),
     needs=("1.5",),
     source="pytorch#63162, pytorch#45968",
-    remedy="lists that collect buffers, futures or Work objects; closures that keep their bucket",
+    remedy="lists that collect buffers, futures or Work objects; closures that keep their bucket; "
+    "a pool that is searched for a dtype that it does not hold",
 )
 def memory(run: Run, claims: Claims, found: Found) -> None:
     """Neither the tensors that Python can reach nor the memory that the allocator has lent grow
     from the first third of the run's steps to the last.
 
-    The first two steps are not compared. `judging/oracles/growth.py` derives the limits.
+    The model has large parameters, of float32 or of a half precision that is drawn; a hook may
+    refuse half precision. The first two steps are not compared. `judging/oracles/growth.py`
+    derives the limits.
     """
     for rank in run.ranks:
         for growth in memory_growth(run, rank, claims):

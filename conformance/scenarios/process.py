@@ -1,11 +1,12 @@
-"""The scenario in which memory is measured with large parameters, for section 9.
+"""The scenarios in which memory is measured with large parameters, for section 9.
 
-Side effects are recorded in every scenario. This one adds size and length: a subject may keep
-memory, draw a random number or change a parameter only if there are more elements than some
-threshold.
+Side effects are recorded in every scenario. These add size and length: a subject may keep memory,
+draw a random number or change a parameter only if there are more elements than some threshold.
+Memory for half precision is often taken by code of its own, for sums in float32.
 """
 
 import math
+import random
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Observation, Param, Scenario
@@ -27,15 +28,37 @@ HEAVY = Scenario(
     observe=Observation(memory=True, gradients=False),
 )
 
-ALL = (HEAVY,)
+HEAVY_HALF = replace(
+    HEAVY,
+    name="heavy_half",
+    summary="a bucket of 0.5 to 2 million elements of bfloat16 or float16, six steps; memory is "
+    "measured; the size and the dtype are drawn",
+    params=tuple(
+        Param(spec.shape, "bfloat16") for spec in (Param((1024, 1024)), *HEAVY.params[1:])
+    ),
+)
+
+ALL = (HEAVY, HEAVY_HALF)
+
+
+def draw_half(scenario: Scenario, draws: random.Random) -> Scenario:
+    """Draw the dtype, and the side of the large matrix."""
+    dtype = draws.choice(("bfloat16", "float16"))
+    side = draws.randint(708, 1448)
+    shapes = ((side, side), *(spec.shape for spec in scenario.params[1:]))
+    return replace(scenario, params=tuple(Param(shape, dtype) for shape in shapes))
+
+
+DRAWS = {HEAVY_HALF.name: draw_half}
 
 
 def with_warmup(scenario: Scenario, warmup: int) -> Scenario:
-    """Return the scenario with steps of a warm-up before its own.
+    """Return a scenario of these with steps of a warm-up before its own.
 
     All steps together feed as many elements as without a warm-up.
     """
     steps = len(scenario.steps) + warmup
-    side = math.isqrt(_SIDE**2 * _STEPS // steps)
-    params = (Param((side, side)), *scenario.params[1:])
+    first = scenario.params[0]
+    side = math.isqrt(math.prod(first.shape) * _STEPS // steps)
+    params = (replace(first, shape=(side, side)), *scenario.params[1:])
     return replace(scenario, params=params, steps=(_KIND,) * steps)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from conformance.judging.oracles.lossy import (
     ONE_WORLD_SCENARIOS,
 )
+from conformance.scenarios import process
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
@@ -35,7 +36,7 @@ from conformance.scenarios.hook import (
 from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import lengthened
 from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
-from conformance.scenarios.process import HEAVY, with_warmup
+from conformance.scenarios.process import with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.reused_states import ROLLED_BACK
 from conformance.scenarios.seeds import generator
@@ -423,7 +424,9 @@ ADAPTATIONS = (
         "a state from before the first step has none of the values that later steps add",
     ),
     Adaptation(
-        lambda scenario, claims: scenario.name == HEAVY.name and bool(claims.warmup),
+        lambda scenario, claims: (
+            scenario.name in {heavy.name for heavy in process.ALL} and bool(claims.warmup)
+        ),
         lambda scenario, claims: with_warmup(scenario, claims.warmup),
         "memory is judged after the warm-up",
     ),

@@ -477,7 +477,7 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
         scenario,
         steps=steps,
         rewraps=tuple(at + claims.warmup for at in scenario.rewraps),
-        unrecorded_steps=claims.steps_of_warmup - claims.warmup,
+        unrecorded_steps=max(scenario.unrecorded_steps, claims.steps_of_warmup - claims.warmup),
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
         resume=resume,
     )

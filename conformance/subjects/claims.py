@@ -112,6 +112,11 @@ class Claims:
         return Claims(rounded=self.warmup_rounded, world_only=self.world_only)
 
     @property
+    def limits_bytes(self) -> bool:
+        """Whether a share of the gradients' bytes is claimed, which may be 0."""
+        return self.ratio is not None
+
+    @property
     def mixes(self) -> bool:
         """Whether a local hook has to let the gradients of all ranks meet."""
         return self.lossy == LOCAL and self.mixing and self.ratio != 0

@@ -116,7 +116,7 @@ CASES = [
 CASES = [
     case
     if case.rules
-    else replace(case, rules=affordable(book(case.kind, "cpu"), turn), partly=True)
+    else replace(case, rules=affordable(book(case.kind, "cpu"), turn), partly=True, briefly=True)
     for turn, case in enumerate(CASES)
 ]
 

@@ -145,4 +145,5 @@ def memory_growth(run: Run, rank: RankRecord, claims: Claims) -> Iterator[Memory
         yield MemoryGrowth(name, after - before, limit, gap)
 
 
-_ITEMSIZE = 4  # bytes of an element of float32, the dtype of the scenarios that measure memory
+# Bytes of an element of float32. What is kept for an element of half precision may be of float32.
+_ITEMSIZE = 4

@@ -164,12 +164,17 @@ def require_independent(record: LongRecord, found: Found) -> bool:
             place = next(place for place, share in enumerate(shares) if share > 0.9 * worst)
             lag = lags[place]
             alike = float(products.diagonal(lag).mean() / products.diagonal().mean())
+            steps = f"{lag} steps" if lag > 1 else "1 step"
+            cause = f"the random numbers repeat after {steps}: a seed that comes again"
+            if alike < 0:
+                cause = f"the random numbers of a step follow from those of {steps} before"
             return found.require(
                 False,
                 "errors that have nothing to do with those of earlier steps",
-                f"rank {rank}: errors {lag} steps apart are alike: on average their product is "
-                f"{alike:.2g} of their square, {shares[place]:.3g} times the limit",
-                f"the random numbers repeat after {lag} steps: a seed that comes again",
+                f"rank {rank}: errors {steps} apart are {'alike' if alike > 0 else 'opposite'}: on "
+                f"average their product is {alike:.2g} of their square, {shares[place]:.3g} times "
+                "the limit",
+                cause,
             )
     return True
 

@@ -107,7 +107,7 @@ COMPRESSED = Claim(
             "compressed(ratio=0.3)",
             "A rank also sends at most that share of its gradients' bytes; every lossy claim "
             "takes ratio=.",
-            "13.7",
+            "13.7, 23.9",
         ),
     ),
     _read_compressed,
@@ -206,7 +206,7 @@ LOCAL_RESULT = Claim(
         Form(
             "local(ratio=0)",
             "The hook sends nothing: the trainer averages the parameters.",
-            "13.7",
+            "13.7, 23.9",
         ),
     ),
     _read_local,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from conformance.scenarios import (
     evidence,
     failing_models,
+    late_steps,
     later_failures,
     process,
     reused_states,
@@ -129,7 +130,7 @@ ROUNDED = Claim(
         Form(
             "rounded(float16, ratio=0.5)",
             "A rank also sends at most half the bytes of its gradients.",
-            "13.7",
+            "13.7, 23.9",
         ),
     ),
     _read_rounded,
@@ -463,6 +464,7 @@ HOOK = Kind(
         *process.ALL,
         *training_sizes.ALL,
         ENDURANCE,
+        *late_steps.ALL,
         *CLUSTERS,
         PROBE,
     ),
