@@ -19,11 +19,13 @@ from conformance.judging.oracles.averager_like import EVALUATED, require_like
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.averager_loops import OVERFLOWS
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     AUTOCAST_HALF,
     CHANGING,
     DRIFTING,
+    IDLE,
     LARGE,
     LONG,
     MOVED,
@@ -69,14 +71,16 @@ def large(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.16",
     "Values that are not finite, or nearly not, give their mean",
-    on=(SPECIAL, NEAR_LIMIT),
-    owns=(SPECIAL, NEAR_LIMIT),
+    on=(SPECIAL, NEAR_LIMIT, OVERFLOWS),
+    owns=(SPECIAL, NEAR_LIMIT, OVERFLOWS),
     needs=("14.7", "14.8", "14.12"),
     baseline="like",
     since="1.2",
-    source="IEEE 754; float16 ends at 65,504; torch's averagers divide before they sum",
+    source="IEEE 754; float16 ends at 65,504; torch's averagers divide before they sum; "
+    "torch.amp.GradScaler, which skips a step if gradients overflow and leaves parameters as they "
+    "are",
     remedy="a sum in float16 before the division; code that replaces NaN or infinities; a decision "
-    "that one rank takes alone",
+    "that one rank takes alone; an average that is left out if gradients are not finite",
 )
 def special_values(run: Run, claims: Claims, found: Found) -> None:
     """NaN and infinities of any rank reach all ranks at their elements alone, the mean of float16
@@ -86,6 +90,11 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     the sizes of two large parameters of float16 near 40,000: 2**16 to 2**20 elements, and 2**20 to
     2**21. Outer steps with momentum meet such values in the first average alone, since a later step
     may leave the range of float16. Gradients keep their bits.
+
+    In a further run parameters are finite, and gradients are not, as in a step that a GradScaler
+    skips: each average is due as any other. The values are NaN, infinities or the largest finite
+    number of the dtype, in one element, in one parameter or in all, on one rank or on all; all of
+    it is drawn.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
     require_same_gradients(run, found)
@@ -120,9 +129,9 @@ def two(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.18",
     "The model may change",
-    on=(CHANGING, MOVED),
-    owns=(CHANGING, MOVED),
-    refusable=(MOVED,),
+    on=(CHANGING, MOVED, IDLE),
+    owns=(CHANGING, MOVED, IDLE),
+    refusable=(MOVED, IDLE),
     needs=("14.4", "14.12"),
     baseline="like",
     since="1.2",
@@ -132,7 +141,8 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     remedy="a list of parameters, or of buffers, that is made in the first call and kept, or kept "
     "for as many trained elements, or if the new list is the beginning of the old one; averages by "
     "the place among trained parameters, which others take; p.data of "
-    "an earlier call, which is another tensor than the parameter's after model.to()",
+    "an earlier call, which is another tensor than the parameter's after model.to(); a return "
+    "before the step is counted if no parameter is trainable",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
     """After a drawn step at which one parameter is unfrozen and another one of the same shape
@@ -150,6 +160,12 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
     and dtypes are drawn. An averager that is made with the parameters, or that keeps a state by
     parameter, keeps its parameters; one with a state gets dtypes with a state of float32 alone. An
     error on every rank may refuse such a model.
+
+    In another run all parameters are frozen in drawn steps, as a GAN's discriminator is in the
+    turns of the generator, and in others none are given. Such a call changes nothing, and is
+    counted as any other: averages after it are due at the same steps. So are the later ones if an
+    average is due in such a call itself. With a state no average is due in these calls. An error
+    on every rank may refuse them.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
     require_dtypes(run, found)

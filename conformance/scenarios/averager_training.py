@@ -98,6 +98,18 @@ ADDED = len(CHANGING.params) - 1
 # The end of the list: what is left of it is the beginning of the earlier one.
 REMOVED = (ADDED - 1, ADDED)
 
+# A GAN's discriminator is frozen in the generator's turns, and its averager is called in all steps.
+IDLE = replace(
+    PLAIN,
+    name="averager_idle",
+    summary="in drawn steps all parameters are frozen, or none are given",
+    world_sizes=(2,),
+    variant="idle",
+)
+# The options with the drawn steps.
+IDLE_FROZEN = "all_frozen"
+IDLE_NONE = "none_given"
+
 # As model.to(dtype), load_state_dict(assign=True) and a flat buffer that is made anew do.
 MOVED = replace(
     PLAIN,
@@ -263,7 +275,7 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
     if scenario.variant == "changing":
         changed = step >= int(option(scenario, "change") or 0)
         return (index == UNFROZEN and not changed) or (index == FROZEN and changed)
-    return scenario.params[index].frozen
+    return scenario.params[index].frozen or str(step) in option(scenario, IDLE_FROZEN).split()
 
 
 def is_written_to_data(scenario: Scenario, index: int) -> bool:
@@ -279,12 +291,20 @@ def is_written_to_data(scenario: Scenario, index: int) -> bool:
 
 def is_given(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter is among those that the averager is given at a step."""
+    if str(step) in option(scenario, IDLE_NONE).split():
+        return False
     if scenario.variant != "changing":
         return True
     removal = option(scenario, "removal")
     if removal and index in REMOVED and step >= int(removal):
         return False
     return index != ADDED or step >= int(option(scenario, "addition") or 0)
+
+
+def is_idle(scenario: Scenario, step: int) -> bool:
+    """Whether all parameters are frozen at a step, or none are given."""
+    steps = f"{option(scenario, IDLE_FROZEN)} {option(scenario, IDLE_NONE)}".split()
+    return str(step) in steps
 
 
 def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:

@@ -13,6 +13,8 @@ that quotients by W, and their sums, are multiples of 32 below 65,504 and exact 
 to 8. Odd elements are negative. Large parameters repeat a table of such values.
 Other dtypes get crafted values.
 
+The kind ``near`` has values that are close to each other on all ranks (``averager_loops.py``).
+
 Integers lie anywhere in the range of their dtype, those of int64 within 2**50, so that float64
 holds their sums. Every other one lies in the upper half, so that two of them overflow in a sum.
 """
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from conformance.scenarios.averager_loops import NEAR_KIND, near_kind
 from conformance.scenarios.averager_training import (
     START,
     TIED,
@@ -62,6 +65,8 @@ def source(scenario: Scenario, group: tuple[int, ...], place: int, step: int, in
     if is_frozen(scenario, step, index):
         return Source(kind, group[0], 0)
     size = len(group)
+    if kind == NEAR_KIND:
+        kind = near_kind(scenario, step, index, size)
     if not any(has_gradient(scenario, size, other, step, index) for other in range(size)):
         return Source(kind, group[0], step)
     return Source(kind, group[special_source(scenario, step, place, size)], step)
@@ -104,11 +109,30 @@ def _integers(spec: Param, number: int, index: int) -> torch.Tensor:
     return torch.where(is_upper, upper, anywhere).to(dtype).reshape(spec.shape)
 
 
+def has_own_values(kind: str) -> bool:
+    """Whether a kind of values of parameters is no kind of gradients."""
+    return kind == "limit" or kind.startswith(NEAR_KIND)
+
+
+def _near(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
+    """Return values as ``near_kind`` has them, of a drawn sign each."""
+    _, bits, exponent = source.kind.split("/")
+    generator = torch.Generator().manual_seed(1_009 * source.number + index)
+    shape = spec.shape
+    integers = torch.randint(2 ** int(bits), 2 ** (int(bits) + 1), shape, generator=generator)
+    own = (torch.randint(8, shape, generator=generator) + source.rank) % 8
+    signs = 1 - 2 * torch.randint(2, shape, generator=generator)
+    values = (signs * size * (integers + own)).double() * 2.0 ** int(exponent)
+    return values.to(getattr(torch, spec.dtype))
+
+
 def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
     """Return the values of a source."""
     dtype = getattr(torch, spec.dtype)
     if is_of_integers(spec):
         return _integers(spec, source.number, index)
+    if source.kind.startswith(NEAR_KIND):
+        return _near(source, spec, size, index)
     kind = "normal" if source.kind == "limit" else source.kind
     made = gradient(
         kind,

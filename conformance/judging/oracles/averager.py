@@ -35,7 +35,8 @@ from conformance.judging.oracles.averager_records import calls, fed_to, group_at
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.averager_training import is_given, turn
+from conformance.scenarios.averager_loops import NEAR_KIND, OVERFLOWS, is_of_subclass
+from conformance.scenarios.averager_training import IDLE, is_given, turn
 from conformance.scenarios.averager_values import has_gradient, is_of_integers
 from conformance.scenarios.averaging_schedule import QUIET
 from conformance.scenarios.moved_parameters import specs_at
@@ -43,6 +44,15 @@ from conformance.subjects.claims import Claims
 
 # Narrow tensors give known mistakes and right results the same values by chance.
 _FEW_ELEMENTS = 4
+# The causes of parameters that are left as they were, by the variant of the scenario and by the
+# kind of the step.
+_LEFT = {
+    OVERFLOWS.variant: "left as it was: a gradient of some rank is not finite, or overflows if it "
+    "is squared; parameters are finite, and averaged as always",
+    IDLE.variant: "left as it was: calls in which all parameters are frozen, or none are given, "
+    "were not counted",
+}
+_LEFT_AT = {NEAR_KIND: "left as it was: the values of ranks are close to each other, or small"}
 SHIFTED = "the schedule is shifted, or a step was not counted or counted twice"
 
 
@@ -183,7 +193,7 @@ def _require_mean(
         expected,
         f"rank {rank}, step {step}, p{index}, index {at}: {got[at].item():.9g} "
         f"({len(wrong)} of {len(got)} elements differ)",
-        _cause(run, rank, got, fed_by, group, is_of_integers(run.scenario.params[index]))
+        _cause(run, rank, got, fed_by, group, index, step)
         if given
         else "a parameter that is not given, or no longer, is averaged",
     )
@@ -207,17 +217,18 @@ def _cause(
     got: torch.Tensor,
     fed_by: torch.Tensor,
     group: tuple[int, ...],
-    is_integer: bool,
+    index: int,
+    step: int,
 ) -> str:
     """Return the known mistake that gives these values, or an empty text if none does."""
     if not group:
         return "averaged at a step that does not average"
-    if is_integer:
+    if is_of_integers(run.scenario.params[index]):
         return "integers are averaged: their sum overflows, or is rounded in float32"
     size = len(group)
     total = fed_by.sum(0)
     if torch.equal(got, fed_by[group.index(rank)]):
-        return "left as it was"
+        return _cause_of_left(run, index, step)
     if len(got) <= _FEW_ELEMENTS:
         return ""
     if torch.allclose(got, total / size, rtol=1e-2, atol=0.0):
@@ -231,6 +242,14 @@ def _cause(
         if torch.allclose(got, value, rtol=1e-6, atol=0.0):
             return name
     return ""
+
+
+def _cause_of_left(run: Run, index: int, step: int) -> str:
+    """Return the likely cause of a parameter that is left as it was although an average is due."""
+    if is_of_subclass(run.scenario, index):
+        return "left as it was: it is of a subclass of torch.nn.Parameter"
+    by_kind = _LEFT_AT.get(run.scenario.steps[step], "left as it was")
+    return _LEFT.get(run.scenario.variant, by_kind)
 
 
 def _is_given(run: Run, rank: int, step: int, index: int) -> bool:

@@ -40,7 +40,7 @@ from conformance.judging.oracles.averager_of_thawed import may_be_none, other_av
 from conformance.judging.oracles.averager_records import calls, fed_to, group_at, same
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.averager_training import ADDED, is_given, turn
+from conformance.scenarios.averager_training import ADDED, CHANGING, IDLE, is_given, turn
 from conformance.scenarios.averager_values import is_of_integers
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.moved_parameters import specs_at
@@ -194,11 +194,12 @@ class _Magnitudes:
 
 def _may_differ(run: Run, reference: Run, step: int, index: int) -> bool:
     """Return whether the averager knew an added parameter earlier than the reference, or knows one
-    that was taken out of the list.
+    that was taken out of the list, or is given none while the reference is.
     """
-    if run.scenario.variant != "changing":
+    if run.scenario.variant not in (CHANGING.variant, IDLE.variant):
         return False
-    if index != ADDED and is_given(run.scenario, step, index):
+    is_added = run.scenario.variant == CHANGING.variant and index == ADDED
+    if not is_added and is_given(run.scenario, step, index):
         return False
     made = [one.ranks[0].first("averagers_made") or {} for one in (run, reference)]
     return made[0].get("takes_params") != made[1].get("takes_params")

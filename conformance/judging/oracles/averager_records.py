@@ -9,6 +9,7 @@ from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import group_of_turn
 from conformance.scenarios.averager_values import (
     Source,
+    has_own_values,
     is_of_integers,
     of_values,
     source,
@@ -46,7 +47,7 @@ def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     group = group_at(run, rank, step)
     spec = specs_at(run.scenario, step)[index]
     of = source(run.scenario, group, group.index(rank), step, index)
-    if of.kind == "limit" or is_of_integers(spec):
+    if has_own_values(of.kind) or is_of_integers(spec):
         return _own_values(of, spec, len(group), index)
     values = of_values(run.scenario, index)
     return fed(of.kind, spec, len(group), of.rank, of.number, values)

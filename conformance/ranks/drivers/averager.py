@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -11,15 +11,23 @@ import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._given_parameters import (
+    Given,
+    Parameters,
+    give_subclasses,
+    gradient_of,
+)
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import Probe
+from conformance.scenarios.averager_loops import is_grad_mode_off, overflow
 from conformance.scenarios.averager_training import (
     ADDED,
     ROLLED,
     is_frozen,
     is_given,
+    is_idle,
     is_written_to_data,
     rolled_back,
     turn,
@@ -35,8 +43,6 @@ from conformance.scenarios.averager_values import (
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.moved_parameters import REPLACED, specs_at, way
-
-Parameters = list[torch.nn.Parameter]
 
 
 class _EvaluationError(Exception):
@@ -58,6 +64,19 @@ class _Cancelled(BaseException):
 # How evaluations end, step by step. In those of _NESTS another one is nested.
 _NESTS = (2, 6)
 _ENDS = (None, _EvaluationError, None, _Interrupted, None, _Cancelled, None, _Exits)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The side effects of a call.
+
+    Attributes:
+        grad_mode_changed: whether ``torch.is_grad_enabled()`` is another one after it.
+        form_changes: the changed parts of the list, or of the groups, that it was given.
+    """
+
+    grad_mode_changed: bool
+    form_changes: list[str]
 
 
 @dataclass
@@ -131,6 +150,7 @@ class AveragerDriver(RankDriver):
         probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
         ranks = tuple(dist.get_process_group_ranks(group))
         trainee = self.trainee = Trainee(probe.tensors, group, ranks, ranks.index(self.rank))
+        give_subclasses(self.scenario, trainee.params)
         if self.scenario.variant in ("flat", "columns"):
             as_columns = self.scenario.variant == "columns"
             seed = f"{self.scenario.session_seed}/{self.scenario.name}/flat"
@@ -176,7 +196,7 @@ class AveragerDriver(RankDriver):
         strides = [p.stride() for p in self.params]
         storages = [p.data_ptr() for p in self.params]
         with self.inside("average_parameters"):
-            self._average(step)
+            call = self._average(step)
         for index, parameter in enumerate(self.params):
             self.keep(f"parameter/p{index}", lay_out(parameter, "contiguous"))
         self.recorder.event(
@@ -191,6 +211,8 @@ class AveragerDriver(RankDriver):
                 for i, p in enumerate(self.params)
                 if p.requires_grad == is_frozen(self.scenario, step, i)
             ],
+            grad_mode_changed=call.grad_mode_changed,
+            form_changes=call.form_changes,
         )
         if self.trainee.buffers and self.trainee.buffers.gaps_changed():
             self.recorder.event("gap_change")
@@ -199,7 +221,8 @@ class AveragerDriver(RankDriver):
             # A parameter that was added has no average yet.
             if not is_given(self.scenario, step, ADDED):
                 self._keep_evaluated(None, "applied", nests=False)
-        else:
+        elif not is_idle(self.scenario, step):
+            # An averager may have no average of a parameter that is frozen.
             place = step % len(_ENDS)
             self._keep_evaluated(
                 _ENDS[place],
@@ -219,11 +242,16 @@ class AveragerDriver(RankDriver):
             self.recorder.event("quiet_change", parameters=changed)
             self.trainee.kept = _copies(self.params)
 
-    def _average(self, step: int) -> None:
-        given = [p for i, p in enumerate(self.params) if self._is_given(step, i)]
-        form = _in_form(self.scenario.variant, step, given)
-        with self.autocast():
-            self.trainee.averager.average_parameters(form)
+    def _average(self, step: int) -> _Call:
+        """Call the averager, in some steps as from inside ``torch.no_grad()``."""
+        given = Given(
+            self.scenario, step, [p for i, p in enumerate(self.params) if self._is_given(step, i)]
+        )
+        is_on = not is_grad_mode_off(self.scenario, step)
+        with self.autocast(), nullcontext() if is_on else torch.no_grad():
+            self.trainee.averager.average_parameters(given.form)
+            grad_mode_changed = torch.is_grad_enabled() != is_on
+        return _Call(grad_mode_changed, given.changes())
 
     def _is_given(self, step: int, index: int) -> bool:
         """Whether the averager is given a parameter; one that was made with all of them is."""
@@ -249,7 +277,8 @@ class AveragerDriver(RankDriver):
             # A mean of gradients shows, since they differ between ranks. In some steps they are
             # zeros on all ranks, as of experts that rest.
             level = 0.0 if (step + index) % 3 == 0 else 1.0 + place
-            parameter.grad = torch.full_like(parameter, level) if has_one else None
+            overflows = overflow(self.scenario, len(ranks), place, step, index)
+            parameter.grad = gradient_of(parameter, level, overflows) if has_one else None
 
     def _move(self, step: int) -> None:
         """Give parameters new memory, if this step does."""
@@ -444,21 +473,3 @@ def _same_state(one: Any, other: Any) -> bool:
     equal = one == other
     # Objects that cannot be compared tell nothing.
     return one is other or not isinstance(equal, bool) or equal
-
-
-def _in_form(variant: str, step: int, params: Parameters) -> Iterable[Any]:
-    """Return the parameters in the form of this step: a list, an iterator, or groups."""
-    if variant != "forms":
-        return params
-    first = params[:2]
-    rest = params[2:]
-    forms: list[Callable[[], Iterable[Any]]] = [
-        lambda: list(params),
-        lambda: iter(params),
-        # A schedule may let a group rest for a while.
-        lambda: [{"params": first, "lr": 0.1}, {"params": rest, "lr": 0.0}],
-        # A parameter may be in two groups.
-        lambda: [{"params": [*first, rest[0]], "lr": 0.1}, {"params": rest, "lr": 0.2}],
-    ]
-    # Averages are often due every four steps: all forms come in turn at steps 10, 14, 18, ... too.
-    return forms[(step // 4 + step) % len(forms)]()

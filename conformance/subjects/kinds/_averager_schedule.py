@@ -8,15 +8,24 @@ from typing import Any
 from conformance.scenarios.averager import (
     DTYPES,
     FLAT,
+    FORMS,
     INTEGERS,
     RESUMED,
     SAVED,
     large_integers,
 )
+from conformance.scenarios.averager_loops import (
+    CLOSE,
+    OVERFLOWS,
+    averages_alone,
+    freezes_any,
+    idle,
+)
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     CHANGING,
     DRIFTING,
+    IDLE,
     LARGE,
     LONG,
     LONG_STEPS,
@@ -133,6 +142,10 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             scenario = replace(scenario, params=params, size=first + 3, nodes=(first, 3))
             scenario = _with_claimed_ranks(scenario, options)
             return replace(scenario, steps=lengthened(scenario.steps, schedule, alone=True))
+        case OVERFLOWS.name | CLOSE.name:
+            return averages_alone(scenario, schedule)
+        case IDLE.name:
+            return idle(scenario, schedule, draw, between_only=is_stateful(options))
         case TWO.name:
             return _take_turns(scenario, schedule, draw)
         case TWO_GROUPS.name:
@@ -167,6 +180,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         # Random values of so many elements take long: only averages have them.
         steps = lengthened(scenario.steps, schedule, alone=True)
         return replace(scenario, params=(*scenario.params, *two_large(draw)), steps=steps)
+    if scenario.name == FORMS.name:
+        scenario = freezes_any(scenario, draw)
     if scenario.name == FLAT.name and not options.get("like"):
         scenario = with_tied(scenario, draw)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()

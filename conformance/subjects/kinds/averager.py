@@ -21,6 +21,7 @@ from conformance.scenarios.averager import (
     SUBGROUPS,
     UNUSED,
 )
+from conformance.scenarios.averager_loops import ALL as LOOPS
 from conformance.scenarios.averager_training import ALL as TRAINING
 from conformance.scenarios.averaging_schedule import too_long
 from conformance.scenarios.conditions_together import AVERAGER as TOGETHER
@@ -180,6 +181,7 @@ AVERAGER = Kind(
         *(PLAIN, RANDOM, FORMS, DTYPES, FLAT, COLUMNS, INTEGERS, UNUSED, SUBGROUPS, ORDERED),
         *(SAVED, RESUMED),
         *TRAINING,
+        *LOOPS,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
