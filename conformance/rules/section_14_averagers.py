@@ -391,7 +391,8 @@ def like_reference(run: Run, claims: Claims, found: Found) -> None:
     ``applied(params)``, a context that writes the averages into the parameters, it restores them,
     also if an error, KeyboardInterrupt, SystemExit or another BaseException ends the context;
     gradients and ``requires_grad`` are as before it, and within it ``state_dict()`` is the same as
-    before. It is given a list of parameters, or an iterator, which it may refuse. If one such
+    before. It is given a list of parameters, or an iterator or groups, which it may refuse with an
+    error. In some steps no parameter requires a gradient when the context begins. If one such
     context is nested in another one, parameters are the averages until the outer one ends, unless
     an error refuses the inner one. After ``load_state_dict()`` it writes the loaded averages at
     once.

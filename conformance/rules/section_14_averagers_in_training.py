@@ -15,7 +15,7 @@ from conformance.judging.oracles.averager import (
     require_right,
     require_same_gradients,
 )
-from conformance.judging.oracles.averager_like import EVALUATED, require_like
+from conformance.judging.oracles.averager_like import EVALUATED, require_like, require_restored
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -32,6 +32,7 @@ from conformance.scenarios.averager_training import (
     NEAR_LIMIT,
     RESUMED_EARLY,
     ROLLED_BACK,
+    ROLLED_TO_START,
     SAVED_EARLY,
     SPECIAL,
     TWO,
@@ -60,12 +61,14 @@ from conformance.subjects.claims import Claims
 def large(run: Run, claims: Claims, found: Found) -> None:
     """Every element of a model of some hundred parameters is averaged: 170 to 400 small ones, one
     of 2**17 to 2**18 elements and one of 2**20 to 2**21, with crafted and with random values. Their
-    gradients keep their bits.
+    gradients keep their bits. If an averager writes averages into the parameters for an evaluation,
+    every element has the same bits after it as before.
 
     The numbers are drawn from the session's seed.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
     require_same_gradients(run, found)
+    require_restored(run, found)
 
 
 @rule(
@@ -174,8 +177,8 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.19",
     "A state is saved at any step, and loaded again",
-    on=(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK),
-    owns=(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK),
+    on=(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, ROLLED_TO_START),
+    owns=(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, ROLLED_TO_START),
     needs=("14.11", "14.12"),
     baseline="like",
     since="1.2",
@@ -183,7 +186,8 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
     "its warm-up begins again; training that goes back to a checkpoint after a loss of NaN",
     remedy="a state that exists from the first average on only; load_state_dict that takes its "
     "argument apart; momentum, or a next step with an average, that is not among the loaded state; "
-    "a loaded state that waits for the next step, and is not in state_dict() until then",
+    "a loaded state that waits for the next step, and is not in state_dict() until then; a loaded "
+    "state that is added to what is there",
 )
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
     """Saved at a drawn step of the warm-up, and loaded twice in new processes, and a third time as
@@ -191,7 +195,8 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
     state lets it continue as if the steps since had not been.
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
-    same averager loads. In between come a drawn number of steps, with at least one average. An
+    same averager loads. In between come a drawn number of steps, with at least one average. The
+    averager also goes back to a state that was saved before its first step. An
     averager without state_dict() or load_state_dict() is not judged by that run.
     """
     rank = run.ranks[0]

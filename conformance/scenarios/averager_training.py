@@ -148,6 +148,13 @@ ROLLED_BACK = replace(
     prerequisite="averager_saved",
 )
 
+ROLLED_TO_START = replace(
+    ROLLED_BACK,
+    name="averager_rolled_to_start",
+    summary="the same with a state that is saved before the first step; an average or more comes "
+    "before it is loaded",
+)
+
 DRIFTING = replace(
     PLAIN,
     name="averager_drifting",
@@ -190,7 +197,16 @@ LONG = replace(
 
 ALL = (
     *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING, MOVED),
-    *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, AUTOCAST, AUTOCAST_HALF, LONG),
+    *(
+        SAVED_EARLY,
+        RESUMED_EARLY,
+        ROLLED_BACK,
+        ROLLED_TO_START,
+        DRIFTING,
+        AUTOCAST,
+        AUTOCAST_HALF,
+        LONG,
+    ),
 )
 
 

@@ -304,6 +304,8 @@ def _require_close(
         step = int(key.partition("/")[0])
         refused = run.ranks[rank].all("not_applied", step=step)
         why = "".join(f"; applied() raised {event['error']}" for event in refused)
+        if "/applied/" in key and not refused:
+            why = "; the averager has no applied(params), or refuses to be evaluated"
         found.require(False, f"{key} of the reference", f"rank {rank}: none{why}")
         return
     right = expected.reshape(-1).double()

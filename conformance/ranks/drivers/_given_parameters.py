@@ -1,6 +1,7 @@
 """The parameters, and the gradients, that a trainer's call gives to an averager."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,19 @@ def gradient_of(
     at = int(overflows.element * made.numel())
     made[tuple(int(place) for place in torch.unravel_index(torch.tensor(at), made.shape))] = value
     return made
+
+
+@contextmanager
+def frozen(params: Parameters) -> Iterator[None]:
+    """Let no parameter require a gradient inside the context."""
+    required = [parameter.requires_grad for parameter in params]
+    for parameter in params:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, requires in zip(params, required, strict=True):
+            parameter.requires_grad_(requires)
 
 
 class Given:

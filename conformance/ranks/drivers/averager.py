@@ -14,6 +14,7 @@ from conformance.errors import TargetError
 from conformance.ranks.drivers._given_parameters import (
     Given,
     Parameters,
+    frozen,
     give_subclasses,
     gradient_of,
 )
@@ -63,6 +64,8 @@ class _Cancelled(BaseException):
 
 # How evaluations end, step by step. In those of _NESTS another one is nested.
 _NESTS = (2, 6)
+# In these the model is frozen, as by model.requires_grad_(False).
+_FROZEN = (3, 4, 6)
 _ENDS = (None, _EvaluationError, None, _Interrupted, None, _Cancelled, None, _Exits)
 
 
@@ -224,13 +227,11 @@ class AveragerDriver(RankDriver):
         elif not is_idle(self.scenario, step):
             # An averager may have no average of a parameter that is frozen.
             place = step % len(_ENDS)
-            self._keep_evaluated(
-                _ENDS[place],
-                "applied",
-                nests=place in _NESTS,
-                # As model.parameters() is.
-                given=iter(self.params) if self.scenario.variant == "forms" else None,
-            )
+            given = None
+            if self.scenario.variant == "forms":
+                given = Given(self.scenario, step, self._first_given()).form
+            with frozen(self.params) if place in _FROZEN else nullcontext():
+                self._keep_evaluated(_ENDS[place], "applied", nests=place in _NESTS, given=given)
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
@@ -307,7 +308,7 @@ class AveragerDriver(RankDriver):
         name: str,
         *,
         nests: bool,
-        given: Iterable[torch.Tensor] | None = None,
+        given: Iterable[Any] | None = None,
     ) -> None:
         """Record the parameters with which the averager would have a model evaluated.
 

@@ -33,6 +33,7 @@ from conformance.scenarios.averager_training import (
     NEAR_LIMIT,
     RESUMED_EARLY,
     ROLLED_BACK,
+    ROLLED_TO_START,
     SAVED_EARLY,
     SPECIAL,
     TWO,
@@ -168,6 +169,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
         case ROLLED_BACK.name:
             return _roll_back(scenario, schedule, draw)
+        case ROLLED_TO_START.name:
+            return _roll_to_start(scenario, schedule, draw)
     if scenario.name in {failing.name for failing in FAILING}:
         return _fail(scenario, schedule)
     if scenario.name in {together.name for together in TOGETHER}:
@@ -430,6 +433,14 @@ def _roll_back(scenario: Scenario, schedule: Schedule, draw: random.Random) -> S
     steps = _save(scenario, schedule, saves_at).steps
     scenario = with_option(replace(scenario, steps=steps), "rolls_back_at", saves_at)
     return with_option(scenario, "lost_steps", lost)
+
+
+def _roll_to_start(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
+    """Roll back to the state before the first step, after steps with an average or more."""
+    period = min(schedule.periods)
+    lost = schedule.first(period) + draw.randint(1, period + 1)
+    scenario = replace(scenario, steps=lengthened(scenario.steps, schedule))
+    return with_option(with_option(scenario, "rolls_back_at", 0), "lost_steps", lost)
 
 
 def _save_late(scenario: Scenario, schedule: Schedule) -> Scenario:
