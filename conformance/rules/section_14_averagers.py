@@ -213,7 +213,8 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
     With conditional branches ranks use different parameters. If each rank leaves out its own unused
     ones, ranks send different parameters to the same collective, which mixes up their values or
     aborts. A parameter without a gradient on any rank is the same on all ranks here. In some steps
-    a rank has no gradient at all, as after an empty batch.
+    a rank has no gradient at all, as after an empty batch. Under ``like`` the result is that of the
+    reference while some rank has had a gradient in every step.
     """
     require_right(run, claims, found, must_change=True)
 

@@ -41,7 +41,7 @@ from conformance.judging.oracles.averager_records import calls, fed_to, group_at
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import ADDED, CHANGING, IDLE, is_given, turn
-from conformance.scenarios.averager_values import is_of_integers
+from conformance.scenarios.averager_values import has_gradient, is_of_integers
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.moved_parameters import specs_at
 from conformance.subjects.claims import Claims
@@ -103,17 +103,20 @@ def require_like(
         found: receives the findings.
         names: of the recorded tensors.
 
-    If ranks lack gradients, the averager may leave out other parameters than the reference: ranks
-    that agree under the reference have to agree here, too.
+    If no rank has a gradient of a parameter, the averager may leave it out where the reference does
+    not, or the other way: from then on ranks that agree under the reference have to agree here,
+    too, and no more is required of it.
     """
     reference = run.reference
     assert reference is not None
-    if run.scenario.variant in ("unused", "empty"):
+    may_leave_out = run.scenario.variant in ("unused", "empty")
+    if may_leave_out:
         require_same_agreement(run, found)
-        return
     magnitudes = _Magnitudes(run, reference)
     for step in sorted({step for _, step in calls(run)}):
         for index in range(len(run.scenario.params)):
+            if may_leave_out and not _is_always_used(run, step, index):
+                continue
             largest = magnitudes.after(step, index)
             if _may_differ(run, reference, step, index):
                 continue
@@ -127,6 +130,16 @@ def require_like(
                     _require_close(
                         run, found, rank.rank, key, bound, claims, others * (name == "applied")
                     )
+
+
+def _is_always_used(run: Run, step: int, index: int) -> bool:
+    """Whether some rank of each group has had a gradient of a parameter in every step so far."""
+    groups = {group_at(run, rank.rank, step) for rank in run.ranks}
+    return all(
+        any(has_gradient(run.scenario, len(group), place, at, index) for place in range(len(group)))
+        for group in groups
+        for at in range(step + 1)
+    )
 
 
 def require_same_agreement(run: Run, found: Found) -> None:
