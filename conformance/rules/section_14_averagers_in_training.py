@@ -196,7 +196,7 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
     same averager loads. In between come a drawn number of steps, with at least one average. The
-    averager also goes back to a state that was saved before its first step. An
+    averager also goes back to a state that was saved before its first step, if it has one. An
     averager without state_dict() or load_state_dict() is not judged by that run.
     """
     rank = run.ranks[0]
@@ -207,9 +207,10 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
         )
         return
     if rank.first("not_rolled_back"):
-        found.leaves_out(
-            "it lacks state_dict() or load_state_dict(): no run that goes back is judged"
-        )
+        reason = "it lacks state_dict() or load_state_dict(): no run that goes back is judged"
+        if run.scenario.family == ROLLED_TO_START.name:
+            reason = "it has no state that can be saved before its first step"
+        found.leaves_out(reason)
         return
     require_right(run, claims, found, must_change=True, evaluated=True)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.right import Right
-from tests.right._common import Bucket, Result
+from tests.right._common import Bucket, Group, Result, dense
 
 
 class Pool:
@@ -127,6 +127,45 @@ def _state(name: str) -> str:
     return f"{__name__}:{name}"
 
 
+class Wires:
+    """Buffers in single precision, for sums of half precision; each is used again."""
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.free: list[torch.Tensor] = []
+        self.lock = threading.Lock()
+
+    def take(self, numel: int) -> torch.Tensor:
+        with self.lock:
+            for place, wire in enumerate(self.free):
+                if wire.numel() == numel:
+                    return self.free.pop(place)
+        return torch.empty(numel)
+
+    def give_back(self, wire: torch.Tensor) -> None:
+        with self.lock:
+            self.free.append(wire)
+
+
+def sums_in_single_precision(state: Wires, bucket: Bucket) -> Result:
+    """Sum half precision in float32, in a pool of buffers."""
+    buffer = dense(bucket)
+    if buffer.dtype not in (torch.float16, torch.bfloat16):
+        wire = buffer
+    else:
+        wire = state.take(buffer.numel()).copy_(buffer)
+    work = dist.all_reduce(wire.div_(state.group.size()), group=state.group, async_op=True)
+
+    def back(future: Result) -> torch.Tensor:
+        future.value()
+        if wire is not buffer:
+            buffer.copy_(wire)
+            state.give_back(wire)
+        return buffer
+
+    return work.get_future().then(back)
+
+
 _SECTIONS = ("1", "2", "4", "9")
 
 RIGHT = [
@@ -134,4 +173,5 @@ RIGHT = [
     Right("with_worker", state=_state("Worker"), sections=_SECTIONS),
     Right("with_cache", state=_state("Cache"), sections=_SECTIONS),
     Right("restores_settings", sections=_SECTIONS),
+    Right("sums_in_single_precision", state=_state("Wires"), sections=_SECTIONS),
 ]

@@ -9,6 +9,7 @@ import pytest
 
 from conformance.records.run import Run
 from conformance.rules import book
+from conformance.scenarios.averager_training import ROLLED_TO_START
 from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
@@ -163,6 +164,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             having(averaged, "not_rolled_back"),
             "",
             "it lacks state_dict() or load_state_dict(): no run that goes back is judged",
+        ),
+        (
+            "14.19",
+            having(of_scenario(averaged, name=ROLLED_TO_START.name), "not_rolled_back"),
+            "",
+            "it has no state that can be saved before its first step",
         ),
         ("14.20", averaged, "like(GossipModelAverager)", "the reference keeps no moving average"),
         (

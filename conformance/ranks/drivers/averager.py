@@ -437,9 +437,18 @@ class AveragerDriver(RankDriver):
             self.recorder.event("not_rolled_back", nothing=not self._has_state())
             return
         saved = BytesIO()
-        with self.doing("state_dict"):
-            # A state may share memory with the averager, as an optimizer's does.
-            torch.save(averager.state_dict(), saved)
+        activity = self.activity
+        try:
+            with self.doing("state_dict"):
+                # A state may share memory with the averager, as an optimizer's does.
+                torch.save(averager.state_dict(), saved)
+        except Exception:
+            if step:
+                raise
+            # It may make what it saves in its first call.
+            self.activity = activity
+            self.recorder.event("not_rolled_back", nothing=False)
+            return
         for later in range(step, step + number):
             with torch.no_grad():
                 for index, parameter in enumerate(self.params):
