@@ -112,6 +112,10 @@ Expected: the same strides as before
 Actual: rank 0, step 0: strides of p1 changed
 Expected: the same requires_grad as before
 Actual: rank 0, step 0: requires_grad of p2 changed
+Expected: the same torch.is_grad_enabled() as before
+Actual: rank 0, step 0: another one
+Likely cause: the grad mode is set to a constant at the end: use torch.no_grad() as a
+    context
 Expected: the same grads as before
 Actual: rank 0, step 0: grads of p0 changed
 Expected: the same memory as before
@@ -123,11 +127,16 @@ def test_differences_from_a_reference_are_described() -> None:
     without = averaged(fed_values)
     del without.ranks[0].tensors["10/parameter/p0"]
     without.ranks[0].events.append(event("not_applied", 10, error="ValueError: no"))
+    evaluated = averaged()
+    for rank in evaluated.ranks:
+        for index in range(len(evaluated.scenario.params)):
+            rank.tensors[f"10/applied/p{index}"] = rank.tensors[f"10/parameter/p{index}"]
     expecttest.assert_expected_inline(
         "\n".join(
             (
                 refused("14.1", beside(averaged(of_one_rank_more), averaged()), LIKE),
                 refused("14.1", beside(without, averaged()), LIKE),
+                refused("14.12", beside(averaged(), evaluated), LIKE),
                 refused("14.2", beside(averaged(fed_values), averaged()), LIKE),
                 refused("14.2", beside(averaged(), averaged(fed_values)), LIKE),
                 refused("14.3", beside(averaged(of_one_rank_more), averaged()), LIKE),
@@ -140,6 +149,8 @@ Expected: 10/parameter/p0 of the reference
 Actual: rank 0: none; applied() raised ValueError: no
 Expected: the result of like(EMAModelAverager, decay=0.5): -18, up to 0.000849
 Actual: rank 1, 10/parameter/p0 of averager@2, index 1: -20 (14 of 15 elements differ)
+Expected: 10/applied/p0 of the reference
+Actual: rank 0: none; the averager has no applied(params), or refuses to be evaluated
 Expected: an average
 Actual: rank 0, step 10: no parameter changed
 Likely cause: the schedule is shifted, or a step was not counted or counted twice

@@ -315,7 +315,7 @@ def _require_close(
     got = run.ranks[rank].tensors.get(key)
     if got is None:
         step = int(key.partition("/")[0])
-        refused = run.ranks[rank].all("not_applied", step=step)
+        refused = list(run.ranks[rank].all("not_applied", step=step))
         why = "".join(f"; applied() raised {event['error']}" for event in refused)
         if "/applied/" in key and not refused:
             why = "; the averager has no applied(params), or refuses to be evaluated"

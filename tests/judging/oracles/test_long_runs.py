@@ -368,6 +368,12 @@ def test_the_messages_on_long_runs() -> None:
     def at_every_thousandth(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
         return mean(step, index, gradients) * (1 + (step % 1000 == 900))
 
+    def opposite(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        """Send half of the elements, and the others in the next step."""
+        generator = torch.Generator().manual_seed(1000 * (step // 2) + index)
+        sent = torch.randint(2, gradients.shape, generator=generator)
+        return mean(step, index, gradients * 2 * (1 - sent if step % 2 else sent))
+
     late = Feedback(left=lambda step: 1.0 if step < 900 else 0.9)
     repeating = RandomRounding(seed=lambda step, index, rank: (step % 7, index, rank))
     shared = RandomRounding(seed=lambda step, index, rank: (step, index))
@@ -378,6 +384,7 @@ def test_the_messages_on_long_runs() -> None:
         judged(section_23.every_step, CHANGE, Estimates(until=1000)),
         judged(section_23.every_step, "local", swapped),
         judged(section_23.independent_in_time, "unbiased", repeating),
+        judged(section_23.independent_in_time, "unbiased", opposite),
         judged(section_23.independent_among_ranks, "unbiased", shared),
         judged(section_23.mixing, "local", partners(500)),
     ]
@@ -420,6 +427,10 @@ Expected: errors that have nothing to do with those of earlier steps
 Actual: rank 0: errors 7 steps apart are alike: on average their product is 0.75 of their
     square, 4.48 times the limit
 Likely cause: the random numbers repeat after 7 steps: a seed that comes again
+Expected: errors that have nothing to do with those of earlier steps
+Actual: rank 0: errors 1 step apart are opposite: on average their product is -0.27 of
+    their square, 2.44 times the limit
+Likely cause: the random numbers of a step follow from those of 1 step before
 Expected: the variance of independent draws: 2 times that of one rank's, and below 2.83
     times
 Actual: 3.99 times
