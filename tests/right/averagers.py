@@ -398,7 +398,9 @@ class TrainedAverage:
     """A moving average of the parameters of the constructor that are trained, in float64.
 
     The average of a parameter begins when it is trained first, and stays while it is frozen. An
-    evaluation before the average of a trained parameter is an error; frozen ones are as they are.
+    evaluation before the average of a trained parameter is an error. Parameters that were frozen in
+    the latest call are evaluated as they are, and the others by their averages, whatever requires a
+    gradient then.
     """
 
     def __init__(self, params, process_group, decay=0.999):
@@ -407,12 +409,14 @@ class TrainedAverage:
         self.decay = decay
         self.step = 0
         self.shadow = {}
+        self.places = {place for place, p in enumerate(self.params) if p.requires_grad}
 
     def _trained(self):
-        return {place: p for place, p in enumerate(self.params) if p.requires_grad}
+        return {place: p for place, p in enumerate(self.params) if place in self.places}
 
     @torch.no_grad()
     def average_parameters(self, params):
+        self.places = {place for place, p in enumerate(self.params) if p.requires_grad}
         for place, parameter in self._trained().items():
             mean = (parameter.detach().double() / self.group.size()).contiguous()
             dist.all_reduce(mean, group=self.group)
