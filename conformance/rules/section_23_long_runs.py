@@ -33,8 +33,8 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
     "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter "
-    "that is given up after many steps of zeros; a forward without gradients that a hook on the "
-    "module takes for the one of the step",
+    "that is given up after many steps of zeros; a share of few elements that is rounded to 0; a "
+    "forward without gradients that a hook on the module takes for the one of the step",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
     """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
@@ -53,8 +53,9 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     other step, and in the steps between, as ``delta`` is promised for each (``judging/oracles/
     long_run_silence.py``). Under ``unbiased`` the errors of all steps cancel out in six
     directions, and so do those of 96 steps in which gradients are 8 times as large as in the 60
-    steps before, or more; under ``local`` each result is a weighted mean (see
-    ``judging/oracles/long_runs.py``). A run that ends early or hangs fails this rule.
+    steps before, or more; one parameter has 1 to 8 elements, and none is zero for good; under
+    ``local`` each result is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends
+    early or hangs fails this rule.
 
     Unless results are lossy, one parameter's gradients are zero on all ranks for 150 to 350 steps,
     and then return. In a warm-up of two steps or more, before lossy results with feedback, one

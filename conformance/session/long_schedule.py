@@ -13,7 +13,7 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
     compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
                             the same values on all ranks, or on rank 0 alone; gradients that grow
-                            again and again
+                            again and again; one parameter has 1 to 8 elements
     local                   random values; far smaller ones for a fifth of the run, and far larger
                             ones for another
 """
@@ -51,6 +51,7 @@ _ROUNDS_OF_A_LENGTH = 260
 _ROUNDS_BEFORE = 300
 _ALONE_IN_BUCKETS = (0, 3)  # the first parameter and the last one
 _RANKS = 2  # of the run
+_FEW = (1, 8)  # elements of the smallest parameter of random results
 _RARE = ("nan", "inf", "tiny", "wide")  # kinds that some claims do not take
 
 
@@ -93,6 +94,7 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
     elif claims.lossy == UNBIASED:
         after = draws.choices(("constant", "normal", "same", "same_one"), (10, 4, 1, 1), k=drawn)
         put_staircases(after, draws)
+        scenario = _with_few_elements(scenario, draws)
     else:
         assert claims.lossy == LOCAL
         after = _of_other_lengths(drawn, draws)
@@ -100,6 +102,16 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
     long_run = replace(scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup)
     scenario = replace(scenario, steps=(*warm_up, *after), long_run=long_run)
     return with_learning_rates(scenario, is_local=claims.lossy == LOCAL)
+
+
+def _with_few_elements(scenario: Scenario, draws: random.Random) -> Scenario:
+    """Return the scenario with a drawn number of elements in its smallest parameter, of which a
+    share may be rounded to none."""
+    sizes = [math.prod(spec.shape) for spec in scenario.params]
+    smallest = sizes.index(min(sizes))
+    params = list(scenario.params)
+    params[smallest] = replace(params[smallest], shape=(draws.randint(*_FEW),))
+    return replace(scenario, params=tuple(params))
 
 
 def steps_until(delta: float, left: float) -> int:
