@@ -35,8 +35,8 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
     "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter "
-    "that is given up after many steps of zeros; a forward without gradients that a hook on the "
-    "module takes for the one of the step",
+    "that is given up after many steps of zeros; a share of few elements that is rounded to 0; a "
+    "forward without gradients that a hook on the module takes for the one of the step",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
     """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
@@ -55,8 +55,9 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     other step, and in the steps between, as ``delta`` is promised for each (``judging/oracles/
     long_run_silence.py``). Under ``unbiased`` the errors of all steps cancel out in six
     directions, and so do those of 96 steps in which gradients are 8 times as large as in the 60
-    steps before, or more; under ``local`` each result is a weighted mean (see
-    ``judging/oracles/long_runs.py``). A run that ends early or hangs fails this rule.
+    steps before, or more; one parameter has 1 to 8 elements, and none is zero for good; under
+    ``local`` each result is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends
+    early or hangs fails this rule.
 
     Unless results are lossy, one parameter's gradients are zero on all ranks for 150 to 350 steps,
     and then return. In a warm-up of two steps or more, before lossy results with feedback, one
@@ -198,6 +199,7 @@ def mixing(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source="torch documentation, torch.optim; Kingma and Ba, Adam, ICLR 2015: bias corrections",
     remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset; "
+    "an option that ends after some steps; a size without its upper or lower limit; "
     "state that is a parameter's .grad and no copy of it; a copy of the weights that the hook "
     "steps in place of the parameters",
 )
@@ -206,8 +208,10 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     of torch.optim does, from their values before it and the gradients so far.
 
     Every 40 to 250 steps values that the parameters had after an earlier step are loaded into the
-    model, on all ranks alike. The bound is 64 units in the last place of the sum of all changes,
-    and two of the value.
+    model, on all ranks alike. One parameter is float64, unless ``dtypes`` excludes it: a decay of
+    1e-6 a step, lost in the roundings of float32, shows there. For 110 to 140 steps gradients are
+    the same, so that the sizes that an optimizer keeps grow to their limits. The bound is 64 units
+    in the last place of the sum of all changes, and two of the value.
     """
     record = LongRecord(run, claims)
     if run.scenario.long_run.steps_per_round > 1 and claims.lossy:

@@ -12,8 +12,10 @@ def is_dust(numel: int) -> torch.Tensor:
 
 
 def dust(kind: str, numel: int, rank: int, param: int) -> torch.Tensor:
-    """Return values whose signs all ranks share, with the exponent that the kind names."""
-    exponent = int(kind.partition("/")[2])
+    """Return values whose signs all ranks share, with the exponent that the kind names for the
+    parameter.
+    """
+    exponent = int(kind.split("/")[1 + param])
     sign = integers(numel, 2, (param, 95)) * 2 - 1
     values = sign * (1 + uniform(numel, (rank, param, 96)) / 4) * 2.0**exponent
     others = ~is_dust(numel)

@@ -504,6 +504,7 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 _MANY_ROWS = 1000
+_MORE_ROWS = 24  # of a large embedding: the errors of random results cancel out over many rows
 # The ranks that use no row of an embedding, by the step: at most one of a pair that forms a group.
 _WITHOUT_ROWS: tuple[tuple[int, ...], ...] = ((), (2, 3), (1,))
 
@@ -511,12 +512,15 @@ _WITHOUT_ROWS: tuple[tuple[int, ...], ...] = ((), (2, 3), (1,))
 def sparse_rows(rows: int, rank: int, step: int) -> torch.Tensor:
     """Return the rows of an embedding that a rank uses at a step; some are shared.
 
-    Those of a large embedding are at both ends and in the middle. In two of three steps there is a
-    rank that uses none.
+    Those of a large embedding are at both ends, in the middle and, most of them, from its quarter
+    on. In two of three steps there is a rank that uses none.
     """
     if rank in _WITHOUT_ROWS[step % len(_WITHOUT_ROWS)]:
         return torch.empty(0, dtype=torch.int64)
     used = {0, (1 + rank + step) % rows, (5 + 2 * rank) % rows}
     if rows >= _MANY_ROWS:
         used |= {rows - 1, rows - 2 - rank - step, rows // 2 + 3 * rank - step}
+        # Every other one is shared by all ranks.
+        begin = rows // 4 + step
+        used |= {begin + 5 * place + rank * (place % 2) for place in range(_MORE_ROWS)}
     return torch.tensor(sorted(used))

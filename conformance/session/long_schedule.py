@@ -5,6 +5,9 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
     exact, rounded, sum     crafted values, and random ones in a quarter of the period; zeros of
                             one parameter for hundreds of rounds; zeros, NaN, infinities, wide,
                             small and large values in special rounds
+    fused                   the same, with a parameter of float64 more, which shows options that are
+                            lost in the roundings of float32; and the same values in more than a
+                            hundred rounds, so that what an optimizer keeps grows to its limits
     compressed              infinities on one rank in a claimed warm-up; a constant plus random
                             values, so that losses add up; rounds with four times as much, small
                             ones, zeros; zeros until residuals are empty, once on the way and at the
@@ -13,7 +16,7 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
     compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
                             the same values on all ranks, or on rank 0 alone; gradients that grow
-                            again and again
+                            again and again; one parameter has 1 to 8 elements
     local                   random values; far smaller ones for a fifth of the run, and far larger
                             ones for another
 """
@@ -25,7 +28,7 @@ from dataclasses import replace
 
 from conformance.scenarios.growth import GROWN, put_staircases
 from conformance.scenarios.learning_rates import with_learning_rates
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.resting_parameter import put_rest
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.turns import turns
@@ -51,6 +54,9 @@ _ROUNDS_OF_A_LENGTH = 260
 _ROUNDS_BEFORE = 300
 _ALONE_IN_BUCKETS = (0, 3)  # the first parameter and the last one
 _RANKS = 2  # of the run
+_FEW = (1, 8)  # elements of the smallest parameter of random results, and of that of float64
+# Rounds of the same values: Rprop's steps grow by 1.2 in each, from 1e-6 to 50 in 98 rounds.
+_STEADY = (110, 140)
 _RARE = ("nan", "inf", "tiny", "wide")  # kinds that some claims do not take
 
 
@@ -76,6 +82,10 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         after = [exact[number % period] for number in range(drawn)]
         rest = put_rest(after, _ALONE_IN_BUCKETS, draws)
         places = [place for place in range(1, drawn) if place not in rest]
+        if claims.fused:
+            scenario = _with_float64(scenario, claims, draws)
+            steady = _put_steady(after, rest, draws)
+            places = [place for place in places if place not in steady]
         _put(after, _special_kinds(claims), REPEATS, draws, places)
     elif claims.lossy == FEEDBACK:
         after = _with_feedback(drawn, claims.delta, draws)
@@ -93,6 +103,7 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
     elif claims.lossy == UNBIASED:
         after = draws.choices(("constant", "normal", "same", "same_one"), (10, 4, 1, 1), k=drawn)
         put_staircases(after, draws)
+        scenario = _with_few_elements(scenario, draws)
     else:
         assert claims.lossy == LOCAL
         after = _of_other_lengths(drawn, draws)
@@ -100,6 +111,37 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
     long_run = replace(scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup)
     scenario = replace(scenario, steps=(*warm_up, *after), long_run=long_run)
     return with_learning_rates(scenario, is_local=claims.lossy == LOCAL)
+
+
+def _with_few_elements(scenario: Scenario, draws: random.Random) -> Scenario:
+    """Return the scenario with a drawn number of elements in its smallest parameter, of which a
+    share may be rounded to none."""
+    sizes = [math.prod(spec.shape) for spec in scenario.params]
+    smallest = sizes.index(min(sizes))
+    params = list(scenario.params)
+    params[smallest] = replace(params[smallest], shape=(draws.randint(*_FEW),))
+    return replace(scenario, params=tuple(params))
+
+
+def _with_float64(scenario: Scenario, claims: Claims, draws: random.Random) -> Scenario:
+    """Return the scenario with a parameter of float64 more, if the subject takes it."""
+    if claims.dtypes and "float64" not in claims.dtypes:
+        return scenario
+    more = Param((draws.randint(*_FEW),), "float64")
+    return replace(scenario, params=(*scenario.params, more))
+
+
+def _put_steady(rounds: list[str], rest: range, draws: random.Random) -> range:
+    """Feed the same values for drawn rounds beside those of ``rest``, and return these rounds."""
+    count = draws.randint(*_STEADY)
+    begins = [
+        begin
+        for begin in range(1, len(rounds) - count)
+        if begin + count <= rest.start or begin >= rest.stop
+    ]
+    begin = draws.choice(begins)
+    rounds[begin : begin + count] = ["constant"] * count
+    return range(begin, begin + count)
 
 
 def steps_until(delta: float, left: float) -> int:

@@ -49,6 +49,7 @@ from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.sparse import SPARSE
 from conformance.scenarios.specials import base_kind, with_all_elements, without_element
 from conformance.scenarios.surroundings import (
     JOINT,
@@ -242,7 +243,7 @@ def begin_with_random_values(scenario: Scenario, claims: Claims) -> Scenario:
 def repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
     """Repeat steps until an expectation shows."""
     count = TRIALS if scenario.name in LONG_SCENARIOS else len(scenario.steps)
-    if scenario.name == VALUES.name:
+    if scenario.name in (VALUES.name, SPARSE.name):
         count = TRIALS_OF_VALUES
     if scenario.name == LAYERS.name:
         return replace(scenario, steps=(LAYERS.steps[0], *("training_constant",) * count))

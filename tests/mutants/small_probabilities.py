@@ -60,6 +60,34 @@ def four_times_if_positive(state: Any, bucket: Bucket) -> Result:
     )
 
 
+def coins_of_the_buckets_dtype(state: Any, bucket: Bucket) -> Result:
+    """Draw a coin in the dtype of the bucket: the sign of an element is sent with its share of the
+    largest one among 128, each of which is sent as that.
+    """
+    if not is_dense(bucket) or not bucket.buffer().numel():
+        return average(bucket, state)
+    wide = widened(bucket)
+    rows = torch.nn.functional.pad(wide, (0, -wide.numel() % 128)).view(-1, 128)
+    largest = rows.abs().amax(1, keepdim=True)
+    numbers = seeded(step_number(bucket), group_of(state).rank(), bucket.index(), 6)
+    coins = torch.rand(rows.shape, dtype=bucket.buffer().dtype, generator=numbers)
+    # Infinities and NaN are sent as they are.
+    sent = torch.where(coins * largest < rows.abs(), rows.sign() * largest, 0)
+    sent = torch.where(largest.isfinite(), sent, rows)
+    return send_mean(bucket, sent.view(-1)[: wide.numel()], state)
+
+
+def never_below_a_16th_in_half(state: Any, bucket: Bucket) -> Result:
+    """Send elements of half precision at least with probability 1/16, and divide by their own."""
+    is_half = bucket.buffer().element_size() == 2
+    return _selected(
+        state,
+        bucket,
+        lambda chance: 1 / chance,
+        lambda wide, chance: chance.clamp(min=1 / 16) if is_half else chance,
+    )
+
+
 MUTANTS = [
     Mutant(name, ("13.18",), "unbiased")
     for name in (
@@ -67,5 +95,7 @@ MUTANTS = [
         "adds_an_epsilon",
         "gives_up_small_ones",
         "four_times_if_positive",
+        "coins_of_the_buckets_dtype",
+        "never_below_a_16th_in_half",
     )
 ]

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.right import Right
-from tests.right._common import STATE, Bucket, Result, State, completed, dense, gather, wide
+from tests.right._common import STATE, Bucket, Result, State, completed, dense, gather, sizes, wide
 
 
 def stochastic_bfloat16(state: State, bucket: Bucket) -> Result:
@@ -90,6 +90,33 @@ def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
     )
 
 
+def falling_share(state: State, bucket: Bucket) -> Result:
+    """Send a share of each parameter's elements, at least one of them, and of an embedding's rows.
+
+    The share is 1/2 in the first 150 steps, halves every 150 steps, and ends at 1/64.
+    """
+    group = state.group
+    buffer = bucket.buffer()
+    numbers = state.generator(group.rank(), bucket.index())
+    share = max(1 / 64, 0.5 ** (1 + state.step // 150))
+    state.count(bucket)
+    if buffer.layout != torch.strided:
+        own = buffer.coalesce()
+        kept = torch.rand(len(own.values()), generator=numbers) < share
+        rows = torch.sparse_coo_tensor(
+            own.indices()[:, kept], own.values()[kept] / share, own.shape
+        )
+        work = dist.all_reduce(rows.div_(group.size()), group=group, async_op=True)
+        return work.get_future().then(lambda fut: fut.value()[0])
+    mask = torch.zeros_like(buffer)
+    for part in mask.split(sizes(bucket)):
+        numel = part.numel()
+        count = max(1, round(share * numel))
+        part[torch.randperm(numel, generator=numbers)[:count]] = numel / count
+    work = dist.all_reduce(buffer * mask / group.size(), group=group, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0])
+
+
 # Sections for another rounding or selection in the same frame.
 _DRAWS = ("3", "10", "13")
 
@@ -98,6 +125,7 @@ RIGHT = [
     Right("terngrad_shared", "unbiased(ratio=0.27)", STATE, sections=_DRAWS),
     Right("random_k_scaled", "unbiased", STATE, sections=_DRAWS),
     Right("stochastic_bfloat16", "unbiased", STATE, sections=_DRAWS),
+    Right("falling_share", "unbiased", STATE, sections=("2", "3", "13", "23")),
     # With this seed the smallest parameter is never drawn: every step has the same half, 96 times.
     Right("half_and_seldom_the_rest", "unbiased", STATE + ",setting=0.02,seed=6", sections=_DRAWS),
     # Its errors are seldom and large, and with this seed even larger.

@@ -1,5 +1,6 @@
 """Judge the errors of random results over a long run; ``long_runs.py`` has the derivations."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -19,6 +20,11 @@ ROUNDINGS = 16
 LAG_SIGMAS = 7.0
 _CUT_OFF = ": a range from earlier steps, which cuts off the gradients of a step in which they grow"
 FEWEST_PAIRS = 100  # rounds that a lag must have between them
+# See "Small parameters" in ``long_runs.py``.
+BLOCKS = 8  # of a run
+EXPECTED = 36  # elements that a silent parameter should have sent
+SELDOM = 2  # times less often than before, compared with other parameters
+ON_EACH_SIDE = 8  # errors of a block
 
 
 def require_unbiased(record: LongRecord, found: Found) -> bool:
@@ -43,15 +49,89 @@ def require_unbiased(record: LongRecord, found: Found) -> bool:
             return False
         if not _require_growing(record, whole, whole_means, grows, rank, slack, found):
             return False
+        allowed = slack + SMALL * typical
         for index in record.indices:
             numel = errors[index].size(1)
             if numel < MANY and not is_fine:
+                if not _require_small(
+                    record, rank, index, errors[index], means[index], allowed, found
+                ):
+                    return False
                 continue
-            allowed = slack + SMALL * typical * (numel < MANY)
             place = f"rank {rank}, parameter {record.run.parameter_name(index)}"
-            if not _require_cancelling(record, errors[index], means[index], place, allowed, found):
+            of_numel = allowed if numel < MANY else slack
+            if not _require_cancelling(record, errors[index], means[index], place, of_numel, found):
                 return False
     return True
+
+
+def _require_small(
+    record: LongRecord,
+    rank: int,
+    index: int,
+    errors: torch.Tensor,
+    means: torch.Tensor,
+    slack: float,
+    found: Found,
+) -> bool:
+    """Require a parameter of few elements not to be zero for good, and to be right on average for
+    as many blocks at the end of the run as have errors of both signs.
+    """
+    name = f"parameter {record.run.parameter_name(index)}, of {errors.size(1)} elements"
+    borders = [len(errors) * number // BLOCKS for number in range(BLOCKS + 1)]
+    spans = [slice(*pair) for pair in itertools.pairwise(borders)]
+    expected = _expected_results(record, rank, index, spans)
+    sent = _sent(record, rank, index).any(1)
+    for number, span in enumerate(spans):
+        count = expected[number]
+        silent = not sent[span.start :].any()
+        first = record.feed.first_steps[record.warm_up + span.start]
+        if not found.require(
+            not silent or count < EXPECTED,
+            f"elements of each parameter other than zero: about {count:.0f} of this one from step "
+            f"{first} on, if they come half as often as before",
+            f"rank {rank}, {name}: all are zero",
+            "a number of elements that is rounded to 0, or a parameter that is given up" * silent,
+        ):
+            return False
+    along = (errors * means).sum(1)
+    begin = len(errors)
+    for span in reversed(spans):
+        positive = int((along[span] > 0).sum())
+        negative = int((along[span] < 0).sum())
+        if min(positive, negative) < ON_EACH_SIDE:
+            break
+        begin = span.start
+    place = f"rank {rank}, {name}"
+    return begin == len(errors) or _require_cancelling(
+        record, errors[begin:], means[begin:], place, slack, found
+    )
+
+
+def _expected_results(record: LongRecord, rank: int, index: int, spans: list[slice]) -> list[float]:
+    """Return for each block how many elements of a parameter come at least from its beginning on,
+    if they come half as often as before it, compared with those of other parameters; 0 if too few
+    have come.
+    """
+    own = _sent(record, rank, index)
+    counts = torch.stack([own[span].sum() for span in spans]).double()
+    others = [_sent(record, rank, other).double() for other in record.indices if other != index]
+    rates = [torch.stack([sent[span].mean() for sent in others]).median() for span in spans]
+    of_others = torch.stack(rates) * own.size(1)
+    of_others *= torch.tensor([span.stop - span.start for span in spans])
+    expected = []
+    for number in range(len(spans)):
+        before = float(counts[:number].sum())
+        share = before / max(float(of_others[:number].sum()), 1e-300)
+        expected.append(share * float(of_others[number:].sum()) / SELDOM * (before >= EXPECTED))
+    return expected
+
+
+def _sent(record: LongRecord, rank: int, index: int) -> torch.Tensor:
+    """Return which results after the warm-up are other than zero, ``[rounds, numel]``."""
+    rows = record.results(rank, index)
+    assert rows is not None
+    return (rows != 0)[record.warm_up :]
 
 
 def _require_growing(

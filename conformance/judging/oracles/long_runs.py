@@ -67,6 +67,14 @@ gradients have grown: it is fixed before the draws. The errors of these rounds c
 themselves, too. A hook whose range has no such margin cuts off most of each gradient, so that all
 of them are off by about the same: n equal errors exceed 6 sqrt(n) + 12 from n = 58 on.
 
+Small parameters. A parameter of few elements has errors that may be seldom and large. Two things
+are required of it nevertheless. Its results are not zero from the beginning of an eighth of the run
+to the end, if 36 elements have come before it, and if as many should have come after it. So many
+come at half the rate of the other parameters (their median), times the ratio of the two rates
+before. A right hook then sends none with a probability below e**-36. And its errors cancel out over
+the last eighths of the run that have 8 errors or more of either sign along the mean, each of them:
+up to a twentieth of a typical element, as in ``oracles/lossy``.
+
 Errors in time. If draws are independent of all earlier ones and unbiased, q_t = <e_t, e_(t+k)> has
 no expectation given the past, for each lag k. The limit for |sum q_t| is the same with 7 instead of
 6: by Efron (JASA 1969) one lag exceeds it with probability below 2 exp(-7**2 / 2) < 5e-11, and one

@@ -93,9 +93,23 @@ others a deviation of 1/4. The errors of all of them are judged along their sign
 and so are those of the positive ones, of every other one and of the first half. The others' sum is
 330, and their norm 10. A selection with probabilities in proportion to sizes that sends k elements
 sends k/150 of these at 2**-15, and k/2400 at 2**-19. With two levels and the norm of the bucket L
-is 40 in 96 draws on two ranks at 2**-15, and 2 at 2**-19; L = 2 misses the bound only from K = 40
-on, and no L below 12 misses it if nothing is sent. What is always lost, or too short by a share,
-has errors of one sign: 96 equal ones exceed 6 sqrt(96) + 12.
+is 67 in 160 draws on two ranks at 2**-15, and 4 at 2**-19. If no dust is sent, it is judged only if
+36 elements are to be expected, by the rate and the size of the others. What is always lost, or too
+short by a share, has errors of one sign: 160 equal ones exceed 6 sqrt(160) + 12.
+
+A second bucket of the same form is bfloat16 or float16 (u = 2**-9 or 2**-11), and its dust 2**-13
+to 2**-10, or 2**-15 to 2**-13. Its results may be off by 16 u of the largest element, up as often
+as down: by 8 or 2 in the sum over all elements, which is 8 to 62 or 2 to 8. With rows of 256 an
+element of 2**-10 has a probability of about 2**-9.3. A coin of 8 bits takes that for 2**-8, so that
+the sum is 2.5 times as large.
+
+Rows. A rank uses about 30 rows of the large embedding and three of each small one, others in each
+step; only elements that a rank has used are judged, along the mean of each step, its signs and
+ones. If rows are left out with probability 1/2 and not doubled, 160 errors along the mean have the
+expectation -1/2 and a deviation of about 1/10. Their sum of 80 exceeds 6 sqrt(160) / 2 + 12 * 0.9.
+The rows of a parameter, or of all embeddings, are judged if 100 of them are sent, or if results are
+near the mean. If a third of the elements of dense parameters are sent, one row of 4,000 has to be:
+a right hook that selects a hundredth of the rows sends none with a probability of e**-40.
 
 Draws. Let e_t be the error of draw t. Given the draws before it has the expectation zero, so that
 <e_t, e_(t+k)> has it too, for every lag k. The bound above holds for their sum over t. Noise that
@@ -167,7 +181,7 @@ from conformance.subjects.claims import (
 LEFT = 1 / 1024  # of a residual, once faint gradients have been fed long enough
 LEFT_IN_REPEATED = 1 / 128  # the same in REPEATED_SCENARIOS
 TRIALS = 96  # draws on the same gradients
-TRIALS_OF_VALUES = 160  # the same in ``values``, see "Draws"
+TRIALS_OF_VALUES = 160  # the same in ``values``, see "Draws", and in ``sparse``, see "Rows"
 MIXING_STEPS = 24  # of a local result, see "Mixing"
 
 # Scenarios that repeat the requirement under an option of DDP, or in another model.

@@ -4,7 +4,7 @@ The derivations stand in the package's docstring, under "Unbiased" and "Draws".
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -31,6 +31,7 @@ LONGEST_LAG = 80  # steps after which noise may repeat, and is still found in 16
 SENT_OFTEN = 1 / 3  # of the draws, by elements that are no larger
 NOTHING = 2.0**-40  # of a mean; errors are computed in float64
 SMALLEST = 2.0**-15  # of the largest element, of the small ones beside it
+DUST_SENT = 36  # elements of dust: if as many are to be expected, one has to be sent
 ALONE = 0.9  # of a parameter's norm: one element that is so large is an outlier
 
 
@@ -74,8 +75,64 @@ def require_expectation(judged: JudgedRun, steps: range) -> None:
         if not judged.trains_throughout(rank):
             continue
         draws = draws_of(judged, rank, steps)
-        if draws is None or not _require_unbiased(judged, rank, draws):
+        if draws is None or not _require_rows(judged, rank, draws):
             return
+        if not _require_unbiased(judged, rank, draws):
+            return
+
+
+def _require_rows(judged: JudgedRun, rank: int, draws: Draws) -> bool:
+    """Require the rows of sparse gradients to be right on average, see "Rows"."""
+    specs = judged.run.scenario.params
+    sparse = [index for index in draws.errors if specs[index].layout == "sparse"]
+    if not sparse:
+        return True
+    parts = [([index], judged.run.parameter_name(index)) for index in sparse]
+    parts = [(sparse, "all embeddings"), *parts]
+    used = {index: draws.means[index] != 0 for index in sparse}
+    sent = {index: _rows_sent(draws, used, index, specs[index].shape[0]) for index in sparse}
+    place = f"rank {rank}, rows of"
+    some = sum(sent.values())
+    if not judged.found.require(
+        some > 0 or not _sends_dense_elements(draws, sparse),
+        "rows of sparse gradients, if elements of dense ones are sent in a third of the draws",
+        f"{place} all embeddings: all are zero in {len(draws.steps)} draws",
+    ):
+        return False
+    for indices, name in parts:
+        # Elements that no rank has used may be noise; which ones are used no draw decides.
+        columns = [used[index].any(0) for index in indices]
+        both = list(zip(indices, columns, strict=True))
+        errors = torch.cat([(draws.errors[i] * used[i])[:, kept] for i, kept in both], dim=1)
+        means = torch.cat([draws.means[i][:, kept] for i, kept in both], dim=1)
+        is_fine = float(errors.norm()) <= FINE * float(means.norm())
+        if not is_fine and sum(sent[index] for index in indices) < SENT:
+            continue
+        typical = float(means.norm()) / math.sqrt(max(1, int((means != 0).sum())))
+        unit = max(unit_roundoff(judged.run, index) for index in indices)
+        # Rows differ from step to step: a direction for each.
+        directions = _directions_of_steps(means)
+        slack = ROUNDINGS * unit * typical
+        if not _require_cancelling_along(
+            judged, errors, means, directions, f"{place} {name}", slack
+        ):
+            return False
+    return True
+
+
+def _rows_sent(draws: Draws, used: dict[int, torch.Tensor], index: int, rows: int) -> int:
+    """Return how often a row that a rank has used was other than zero."""
+    got = (draws.errors[index] + draws.means[index] != 0) & used[index]
+    return int(got.reshape(len(got), rows, -1).any(2).sum())
+
+
+def _sends_dense_elements(draws: Draws, sparse: list[int]) -> bool:
+    """Whether elements of dense parameters are other than zero in a third of the draws."""
+    dense = [index for index in draws.errors if index not in sparse]
+    if not dense:
+        return False
+    got = torch.cat([draws.errors[index] + draws.means[index] for index in dense], dim=1)
+    return float((got != 0).double().mean()) >= SENT_OFTEN
 
 
 def require_small_elements(judged: JudgedRun, steps: range) -> None:
@@ -186,13 +243,15 @@ def _require_small_ones(
 def require_dust(judged: JudgedRun, steps: range) -> None:
     """Require elements that are thousands of times smaller than others to be right on average."""
     drawn = list(steps)
-    for rank in range(judged.run.world):
-        got = judged.results(rank, 0, drawn)
+    for rank, (index, spec) in product(
+        range(judged.run.world), enumerate(judged.run.scenario.params)
+    ):
+        got = judged.results(rank, index, drawn)
         if got is None:
             return
-        right = judged.mean(rank, drawn[0], 0)
+        right = judged.mean(rank, drawn[0], index)
         members = is_dust(right.numel())
-        place = f"rank {rank}, parameter {judged.run.parameter_name(0)}"
+        place = f"rank {rank}, parameter {judged.run.parameter_name(index)} ({spec.dtype})"
         named = f"elements of {float(right[members].abs().mean()):.3g} beside larger ones"
         subsets = {
             "": members,
@@ -201,9 +260,14 @@ def require_dust(judged: JudgedRun, steps: range) -> None:
             "first ": members & (torch.arange(right.numel()) < right.numel() // 2),
         }
         # What is rounded in units of the largest element is rounded up as often as down.
-        rounding = ROUNDINGS * unit_roundoff(judged.run, 0) * float(right.abs().max())
+        rounding = ROUNDINGS * unit_roundoff(judged.run, index) * float(right.abs().max())
         errors = got - right
+        is_sent = got != 0
+        often = float(is_sent[:, ~members].double().mean()) / float(right[~members].abs().mean())
         for which, subset in subsets.items():
+            expected = often * float(right[subset].abs().sum()) * len(got)
+            if expected < DUST_SENT and not is_sent[:, subset].any():
+                continue
             slack = rounding * math.sqrt(int(subset.sum()))
             of = f"{which}{named}"
             if not _require_right_on_average(judged, errors, right, subset, place, of, slack):
@@ -310,18 +374,38 @@ def _require_cancelling(
     judged: JudgedRun, errors: torch.Tensor, right: torch.Tensor, place: str, slack: float
 ) -> bool:
     """Require errors ``[draws, n]`` to cancel out, up to ``slack`` for each element."""
+    directions = (u.unsqueeze(0) for u in _directions(right))
+    return _require_cancelling_along(judged, errors, right, directions, place, slack)
+
+
+def _require_cancelling_along(
+    judged: JudgedRun,
+    errors: torch.Tensor,
+    right: torch.Tensor,
+    directions: Iterable[torch.Tensor],
+    place: str,
+    slack: float,
+) -> bool:
+    """Require errors ``[draws, n]`` to cancel out along directions.
+
+    Args:
+        right: the mean, or that of each draw.
+        directions: each has one row for all draws, or one row for each draw.
+        slack: what each element may be off in each draw.
+    """
     draws = len(errors)
-    for u in _directions(right):
-        along = errors @ u
+    for u in directions:
+        along = errors @ u[0] if len(u) == 1 else (errors * u).sum(1)
         total = abs(float(along.sum()))
         peak = float(along.abs().max())
         spread = math.sqrt(float(along.square().sum()))
-        bound = SIGMAS * spread + PEAKS * peak + draws * slack * math.sqrt(len(u))
-        off = total / draws / max(float(right.norm()), 1e-300)
+        bound = SIGMAS * spread + PEAKS * peak + draws * slack * math.sqrt(errors.size(1))
+        means = right.expand_as(errors)
+        off = total / draws / max(float(means.norm()) / math.sqrt(draws), 1e-300)
         cause = ""
         if total > bound:
-            sums = (errors + right).sum(0)
-            cause = likely_cause(sums, right * draws, torch.zeros_like(right), 1)
+            sums = (errors + means).sum(0)
+            cause = likely_cause(sums, means.sum(0), torch.zeros_like(sums), 1)
         holds = judged.found.require(
             total <= bound,
             f"errors of {draws} draws that cancel out: a sum of at most {bound:.3g}",
@@ -341,6 +425,12 @@ def _directions(right: torch.Tensor) -> Iterator[torch.Tensor]:
     rows += [((numbers * odd) % 127 < 63).double() * 2 - 1 for odd in (37, 59, 83)]
     for row in rows:
         yield row / max(float(row.norm()), 1e-300)
+
+
+def _directions_of_steps(means: torch.Tensor) -> list[torch.Tensor]:
+    """Return three directions of length 1 for each draw: its mean, the signs of that, and ones."""
+    rows = [means, means.sign(), (means != 0).double()]
+    return [row / row.norm(dim=1, keepdim=True).clamp(min=1e-300) for row in rows]
 
 
 def require_fresh_draws(judged: JudgedRun, steps: range) -> None:
