@@ -39,6 +39,7 @@ CLAIMED_RULES = {
     "11.4": "checkpointable",
     "11.5": "holds_back",
     "11.6": "holds_back",
+    "11.8": "checkpointable",
     "13.8": "like",
     "13.9": "frees_gradients",
     "13.10": "lossy",

@@ -15,6 +15,7 @@ from conformance.scenarios.evidence import (
     FEEDBACK_UNUSED,
 )
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
+from conformance.scenarios.late_steps import RESUMED_LATE, SAVED_LATE
 from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
 from conformance.scenarios.surroundings import JOINT
 from conformance.subjects.claims import DIFFERENCE, Claims
@@ -82,11 +83,16 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved.
     """
     saved, resumed, rolled_back = runs.values()
+    _require_resumed(saved, resumed, found)
+    _require_repeated(rolled_back, found)
+
+
+def _require_resumed(saved: Run, resumed: Run, found: Found) -> None:
+    """Require a resumed run to have the bits of the run that it continues."""
     later = range(saved.scenario.resume.saves_at, len(saved.scenario.steps))
     for one, other in zip(saved.ranks, resumed.ranks, strict=True):
         pair = f"going on and resuming on rank {one.rank}"
         require_same(_within(one, later).tensors, other.tensors, pair, found)
-    _require_repeated(rolled_back, found)
 
 
 def _require_repeated(run: Run, found: Found) -> None:
@@ -315,3 +321,27 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
     purpose: the rule does not apply to it.
     """
     require_models_and_twins(run, claims, found)
+
+
+@rule(
+    "11.8",
+    "Resumes with the same bits after hundreds of steps",
+    on=(SAVED_LATE, RESUMED_LATE),
+    owns=(SAVED_LATE, RESUMED_LATE),
+    claimed="checkpointable",
+    reads_all_runs=True,
+    needs=("11.2",),
+    since="2.0",
+    source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook "
+    "State; jobs that are preempted go on from any step",
+    remedy="a number of the epoch, or of the round, that changes seldom and is not in the state; a "
+    "count of steps that is saved in too few bits",
+)
+def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Under ``checkpointable`` new processes that load a state of step 203 to 703, or of later ones
+    after a longer warm-up, give the bits that the old processes go on to give.
+
+    The number of steps and the size of the model's one parameter, 257 to 1,019, are drawn.
+    """
+    saved, resumed = runs.values()
+    _require_resumed(saved, resumed, found)

@@ -378,7 +378,7 @@ CHECKPOINTABLE = field_flag(
     "checkpointable",
     "The state can be saved, and continues in new processes from that step; with a set-up, the "
     "saved of its Case counts as the state.",
-    "11.2, 11.3; SHOULD: 11.4",
+    "11.2, 11.3, 11.8; SHOULD: 11.4",
 )
 
 
