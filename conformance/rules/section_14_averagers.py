@@ -177,7 +177,7 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
     """A list, an iterator that can be read once, and an optimizer's groups, with one parameter in
     two groups as well, are averaged once per parameter, also those whose learning rate is zero.
 
-    Half of the parameters, which are drawn, are of a subclass of ``torch.nn.Parameter``, as
+    A drawn half of the parameters is of a subclass of ``torch.nn.Parameter``, as
     packages for quantized or adapted weights have them. A frozen parameter, at a drawn place, is
     the same on all ranks and keeps its values, averaged or not.
 

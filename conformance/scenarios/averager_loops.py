@@ -151,9 +151,9 @@ def idle(
 ) -> Scenario:
     """Draw the steps in which all parameters are frozen, or none are given.
 
-    They lie within the warm-up, between the first two averages and between the next two; as many
-    of them as are less than a period, so that each lost count shows. Then two averages are due in
-    such a step each.
+    They lie within the warm-up, between the first two averages and between the next two. Between
+    two averages there are fewer than a period, so that each lost count shows. Then two averages are
+    due in such a step each.
 
     Args:
         between_only: let no such step have an average.
@@ -192,9 +192,7 @@ def is_grad_mode_off(scenario: Scenario, step: int) -> bool:
 
 
 def is_of_subclass(scenario: Scenario, index: int) -> bool:
-    """Whether a parameter is of a subclass of ``torch.nn.Parameter``: half of them, which are
-    drawn.
-    """
+    """Whether a parameter is of a subclass of ``torch.nn.Parameter``; a drawn half of them is."""
     if scenario.name != FORMS.name:
         return False
     trained = [place for place, spec in enumerate(scenario.params) if not spec.frozen]

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from tests.mutants import Mutant
 from tests.mutants.averagers import Averager
+from tests.mutants.averagers_like import Ema
 
 
 class WaitsForFiniteNorms(Averager):
@@ -28,12 +29,12 @@ class LeavesOutNaNGradients(Averager):
     """Leave out each parameter whose mean gradient has NaN, or overflows to it."""
 
     def average_one(self, parameter):
+        grad = torch.zeros(parameter.shape)
         if parameter.grad is not None:
-            grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(grad, group=self.group)
-            if grad.isnan().any():
-                return
-        super().average_one(parameter)
+            grad += parameter.grad
+        dist.all_reduce(grad, group=self.group)
+        if not grad.isnan().any():
+            super().average_one(parameter)
 
 
 class FirstRankLooksForInfinities(Averager):
@@ -45,6 +46,17 @@ class FirstRankLooksForInfinities(Averager):
         dist.broadcast(flag, dist.get_global_rank(self.group, 0), group=self.group)
         if not flag.item():
             super().average(params)
+
+
+class EmaLeavesOutOverflows(Ema):
+    """Leave out an update of the moving average if a gradient is not finite on any rank."""
+
+    def _update(self, params):
+        sums = [one.grad.float().sum() for one in params if one.grad is not None]
+        total = torch.stack([torch.zeros(()), *sums]).sum()
+        dist.all_reduce(total, group=self.group)
+        if total.isfinite() or not self.average:
+            super()._update(params)
 
 
 class RestoresTheFirstMode(Averager):
@@ -242,6 +254,12 @@ MUTANTS = [
             "LeavesOutNaNGradients",
             "FirstRankLooksForInfinities",
         )
+    ),
+    Mutant(
+        "EmaLeavesOutOverflows,decay=0.9",
+        ("14.16",),
+        claims="like(EMAModelAverager, decay=0.9)",
+        **OF,
     ),
     *(
         Mutant(f"{name},{AT}", ("14.8",), **OF)

@@ -57,6 +57,7 @@ _MODULES = (
     "endurance",
     "evidence",
     "averagers",
+    "averagers_of_trainers",
     "optimizer_wrappers",
     "strategies",
     "joins",

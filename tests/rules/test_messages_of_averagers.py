@@ -13,14 +13,22 @@ from conformance.judging.oracles.averager_records import fed_to
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
-from conformance.scenarios.averager import PLAIN, RANDOM
-from conformance.scenarios.averager_training import CHANGING, REMOVED, with_option
+from conformance.scenarios.averager import FORMS, PLAIN, RANDOM
+from conformance.scenarios.averager_loops import CLOSE, OVERFLOWS, is_of_subclass
+from conformance.scenarios.averager_training import (
+    CHANGING,
+    IDLE,
+    IDLE_FROZEN,
+    REMOVED,
+    with_option,
+)
 from conformance.scenarios.averaging_schedule import QUIET
 from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import event, read_failures, refused
 
 PERIODIC = "periodic(period=4, warmup_steps=10)"
+EVERY_STEP = "periodic(period=1)"
 LIKE = "like(EMAModelAverager, decay=0.5)"
 CLAIMS = parse_claims(PERIODIC, "averager")
 
@@ -40,7 +48,8 @@ def averaged(
 
     ``fields`` are those of the events of calls; those of a right averager are empty.
     """
-    right = {"grads_changed": [], "strides_changed": [], "moved": [], "asks_for_gradients": []}
+    names = ("grads_changed", "strides_changed", "moved", "asks_for_gradients", "form_changes")
+    right = {**{name: [] for name in names}, "grad_mode_changed": False}
     run = Run(scenario, world, [RankRecord(rank, exit=0) for rank in range(world)])
     for rank in run.ranks:
         rank.events = [
@@ -59,6 +68,10 @@ def fed_values(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 def of_one_rank_more(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     return mean(run, rank, step, index) * (1 + rank)
+
+
+def of_the_first(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    return fed_to(run, 0, step, index)
 
 
 def beside(run: Run, reference: Run) -> Run:
@@ -95,6 +108,71 @@ Actual: rank 1, step 0: p0, p1, p2, p3, p4 changed
 Likely cause: the schedule is shifted, or a step was not counted or counted twice
 Expected: the bits of rank 0
 Actual: rank 1, step 10: p0 differs""",
+    )
+
+
+def test_changes_of_the_callers_objects_and_mode_are_described() -> None:
+    changes = ["'params' of group 0", "the list"]
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("14.4", averaged(scenario=FORMS, form_changes=changes), PERIODIC),
+                refused("14.8", averaged(grad_mode_changed=True), PERIODIC),
+            )
+        ),
+        """\
+Expected: the list and the groups as they were
+Actual: rank 0, step 0: another content of 'params' of group 0, the list
+Likely cause: the list or the group of the caller is changed in place: make a list of your
+    own
+Expected: the same torch.is_grad_enabled() as before
+Actual: rank 0, step 0: another one
+Likely cause: the grad mode is set to a constant at the end: use torch.no_grad() as a
+    context""",
+    )
+
+
+def test_averages_that_are_left_out_are_described() -> None:
+    """An overflow, close ranks and steps without anything to train are likely causes."""
+    idle = with_option(IDLE, IDLE_FROZEN, "12")
+    some = replace(FORMS, session_seed=1)
+    of_subclass = [i for i in range(len(some.params)) if is_of_subclass(some, i)]
+
+    def leaves_subclasses(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        return (fed_values if index in of_subclass else mean)(run, rank, step, index)
+
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("14.16", averaged(fed_values, OVERFLOWS), EVERY_STEP),
+                refused("14.18", averaged(fed_values, idle), PERIODIC),
+                refused("14.3", averaged(fed_values, CLOSE), EVERY_STEP),
+                refused("14.3", averaged(of_the_first, CLOSE), EVERY_STEP),
+                refused("14.4", averaged(leaves_subclasses, some), PERIODIC),
+                refused("14.4", averaged(fed_values, some), PERIODIC),
+            )
+        ),
+        """\
+Expected: the mean over ranks [0, 1]: -0.275259942
+Actual: rank 0, step 0, p0, index 0: -0.161343575 (15 of 15 elements differ)
+Likely cause: left as it was: a gradient of some rank is not finite, or overflows if it is
+    squared; parameters are finite, and averaged as always
+Expected: the mean over ranks [0, 1]: -18
+Actual: rank 0, step 10, p0, index 1: -16 (14 of 15 elements differ)
+Likely cause: left as it was: calls in which all parameters are frozen, or none are given,
+    were not counted
+Expected: the bits of rank 0
+Actual: rank 1, step 0: p0 differs
+Likely cause: an average is left out if ranks are close to each other, or values small
+Expected: the mean over ranks [0, 1]: -2.86897557e-05
+Actual: rank 0, step 0, p0, index 0: -2.86897412e-05 (15 of 15 elements differ)
+Likely cause: left as it was: the values of ranks are close to each other, or small
+Expected: the mean over ranks [0, 1]: -18
+Actual: rank 0, step 10, p0, index 1: -16 (14 of 15 elements differ)
+Likely cause: left as it was: it is of a subclass of torch.nn.Parameter
+Expected: the mean over ranks [0, 1]: -18
+Actual: rank 0, step 10, p0, index 1: -16 (14 of 15 elements differ)
+Likely cause: left as it was""",
     )
 
 

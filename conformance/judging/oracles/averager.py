@@ -228,7 +228,7 @@ def _cause(
     size = len(group)
     total = fed_by.sum(0)
     if torch.equal(got, fed_by[group.index(rank)]):
-        return _cause_of_left(run, index, step)
+        return _cause_of_left(run, rank, index, step)
     if len(got) <= _FEW_ELEMENTS:
         return ""
     if torch.allclose(got, total / size, rtol=1e-2, atol=0.0):
@@ -244,12 +244,22 @@ def _cause(
     return ""
 
 
-def _cause_of_left(run: Run, index: int, step: int) -> str:
+def _cause_of_left(run: Run, rank: int, index: int, step: int) -> str:
     """Return the likely cause of a parameter that is left as it was although an average is due."""
-    if is_of_subclass(run.scenario, index):
+    if is_of_subclass(run.scenario, index) and not _leaves_others(run, rank, step):
         return "left as it was: it is of a subclass of torch.nn.Parameter"
     by_kind = _LEFT_AT.get(run.scenario.steps[step], "left as it was")
     return _LEFT.get(run.scenario.variant, by_kind)
+
+
+def _leaves_others(run: Run, rank: int, step: int) -> bool:
+    """Return whether a trained parameter of torch's own class is left as it was, too."""
+    names = changed(run, rank, step)
+    return any(
+        f"p{index}" not in names
+        for index, spec in enumerate(run.scenario.params)
+        if not spec.frozen and not is_of_subclass(run.scenario, index)
+    )
 
 
 def _is_given(run: Run, rank: int, step: int, index: int) -> bool:
