@@ -274,7 +274,8 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
     "in 16 bits; values in a narrower dtype; another group than that of dense buckets; rows that "
     "are written in place of being added; a divisor of the ranks that have rows; a mask of rows by "
-    "their norm, which drops NaN",
+    "their norm, which drops NaN; rows that are selected at random, and not divided by their "
+    "probability",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an
@@ -288,8 +289,10 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     Crafted values, and random ones, which no narrower dtype holds, are judged, on two groups of
     ranks. Then all rows of one rank are NaN in a step, and infinite in another: they come out as
     that on all ranks of its group, and ordinary values are right again after them. Lossy and fused
-    hooks get no such rows. A fused hook steps the embeddings, too, and under ``unbiased(noise=d)``
-    all elements of the large one have noise.
+    hooks get no such rows. A fused hook steps the embeddings, too. Under ``unbiased`` the rows that
+    are used in 160 steps are right on average, those of all embeddings and of each, and not zero in
+    all steps (see "Rows" in ``judging/oracles/lossy``); under ``unbiased(noise=d)`` all elements of
+    the large one have noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal", "nan", "inf"))
     if claims.fused and not found.failures:

@@ -10,7 +10,7 @@ own. Random numbers of these dtypes are multiples of 2**-8 and of 2**-11: a coin
 the dtype of the bucket has no smaller probability. Its dust is 2**-13 to 2**-10, or 2**-15 to
 2**-13.
 
-The kind of the steps, ``dust/E/F``, names the exponents of the two.
+The kind of the steps, ``dust/E/F``, names both exponents.
 """
 
 import random

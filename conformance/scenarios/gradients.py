@@ -512,8 +512,8 @@ _WITHOUT_ROWS: tuple[tuple[int, ...], ...] = ((), (2, 3), (1,))
 def sparse_rows(rows: int, rank: int, step: int) -> torch.Tensor:
     """Return the rows of an embedding that a rank uses at a step; some are shared.
 
-    Those of a large embedding are at both ends, in the middle and, most of them, from its quarter
-    on. In two of three steps there is a rank that uses none.
+    A large embedding is used at both ends, in the middle and, most often, from its quarter on. In
+    two of three steps there is a rank that uses none.
     """
     if rank in _WITHOUT_ROWS[step % len(_WITHOUT_ROWS)]:
         return torch.empty(0, dtype=torch.int64)
