@@ -105,7 +105,7 @@ def require_like(
 
     If no rank has a gradient of a parameter, the averager may leave it out where the reference does
     not, or the other way: from then on ranks that agree under the reference have to agree here,
-    too, and no more is required of it.
+    too, and nothing else is required.
     """
     reference = run.reference
     assert reference is not None
