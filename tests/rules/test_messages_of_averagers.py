@@ -190,10 +190,6 @@ Expected: the same strides as before
 Actual: rank 0, step 0: strides of p1 changed
 Expected: the same requires_grad as before
 Actual: rank 0, step 0: requires_grad of p2 changed
-Expected: the same torch.is_grad_enabled() as before
-Actual: rank 0, step 0: another one
-Likely cause: the grad mode is set to a constant at the end: use torch.no_grad() as a
-    context
 Expected: the same grads as before
 Actual: rank 0, step 0: grads of p0 changed
 Expected: the same memory as before
