@@ -10,7 +10,7 @@ import multiprocessing.util
 import os
 import pprint
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Case:
     ``claims`` is other than ``exact``. ``seed`` is the one that scenarios are drawn from; the suite
     judges with the same in every run. Rules that watch every run watch those of ``rules`` alone if
     it is judged ``partly``. Judged ``alone``, rules do not ask whether those hold that they build
-    on; judged ``briefly``, they do not in a short test run.
+    on. A short test run judges by ``short_rules`` alone, if there are any.
     """
 
     target: str
@@ -61,7 +61,7 @@ class Case:
     seed: int = 0
     partly: bool = False
     alone: bool = False
-    briefly: bool = False
+    short_rules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (
@@ -81,11 +81,12 @@ COSTLY_RULES = {
     *(f"18.{place}" for place in (*range(21, 33), 35)),
     *(f"19.{place}" for place in (*range(23, 36), 38)),
 }
-# Other rules whose runs take longer than most. The suite judges mutants by the first of each
-# section.
+# Other rules whose runs take longer than most. The suite judges mutants by the first of each kind.
 LONG_RULES = {
-    *("2.5", "4.4", "8.4", "8.7", "9.2", "9.4", "11.6", "12.5", "13.14", "13.16", "13.18"),
-    *("14.5", "14.7", "14.12", "14.28", "15.4", "16.6", "17.9"),
+    *("1.6", "2.5", "3.3", "4.4", "8.4", "8.7", "9.2", "9.3", "9.4", "11.6", "12.5"),
+    *("13.6", "13.14", "13.16", "13.17", "13.18"),
+    *("14.5", "14.7", "14.8", "14.10", "14.12", "14.28"),
+    *("15.4", "16.6", "17.9", "18.9", "18.34"),
 }
 # Each costly rule judges one in so many subjects.
 ONE_IN = 12
@@ -94,6 +95,11 @@ ONE_IN = 12
 def is_costly(rule: Rule) -> bool:
     """Whether the runs of a rule take long."""
     return rule.section in COSTLY_SECTIONS or rule.number in COSTLY_RULES
+
+
+def without_costly(rules: Mapping[str, Rule]) -> tuple[str, ...]:
+    """Return the numbers of those rules whose runs are short."""
+    return tuple(number for number, rule in rules.items() if not is_costly(rule))
 
 
 def affordable(rules: Mapping[str, Rule], turn: int) -> tuple[str, ...]:
@@ -117,13 +123,25 @@ def affordable(rules: Mapping[str, Rule], turn: int) -> tuple[str, ...]:
     return tuple(number for number in rules if number in kept)
 
 
-def by_short_rules(case: Case) -> Case:
+def by_short_rules(case: Case, short: Collection[str] = ()) -> Case:
     """Return a case that is judged by those rules of its kind whose runs are short.
 
     It is for torch's own subjects and for references, which the matrix judges by the whole book.
+
+    Args:
+        case: the case.
+        short: the rules of a short test run, if it has fewer.
     """
-    short = tuple(n for n, rule in book(case.kind, "cpu").items() if not is_costly(rule))
-    return replace(case, rules=short, partly=True)
+    rules = without_costly(book(case.kind, "cpu"))
+    in_order = tuple(number for number in rules if number in short)
+    return replace(case, rules=rules, partly=True, short_rules=in_order)
+
+
+def by_a_part(case: Case, rules: tuple[str, ...]) -> Case:
+    """Return a case that is judged by these rules, in a short test run without the costly ones."""
+    book_of_kind = book(case.kind)
+    short = without_costly({number: book_of_kind[number] for number in rules})
+    return replace(case, rules=rules, partly=True, short_rules=short)
 
 
 def in_turns(cases: Sequence[Any], one_in: int) -> list[Any]:

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every",
         action="store_true",
-        help="judge every subject, each by the rules that it is judged by without this option",
+        help="judge every subject, and none by fewer rules for the sake of time",
     )
 
 
@@ -143,14 +143,15 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
 def as_judged(case: Case, config: pytest.Config) -> Case:
     """Return a case as it is judged under the options of this test run.
 
-    A case that is judged ``briefly`` is judged with the rules that its own build on if an option
-    asks for more than a short test run.
+    A short test run judges by its ``short_rules``, without the rules that they build on.
     """
     if config.getoption("--thorough"):
         return replace(case, rules=())
     if config.getoption("--every"):
         return case
-    return replace(case, alone=case.alone or case.briefly)
+    if case.short_rules:
+        return replace(case, rules=case.short_rules, alone=True)
+    return case
 
 
 def is_worker(config: pytest.Config) -> bool:

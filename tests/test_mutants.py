@@ -28,6 +28,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "mutants.md"
 def case(module: str, mutant: Mutant) -> Case:
     """Judged by the rules that it breaks; by the whole book with --thorough."""
     hangs = mutant.hangs or module.endswith("process")
+    # Of mutants that break a rule that watches every run it is not known which run shows it.
+    is_seen_anywhere = any(BOOK[number].watches for number in mutant.breaks)
     return Case(
         f"{module}:{mutant.name}",
         mutant.claims,
@@ -38,9 +40,9 @@ def case(module: str, mutant: Mutant) -> Case:
         mutant.breaks,
         mutant.kind,
         # Rules that watch every run would otherwise need all runs of the book, as soon as a rule
-        # builds on them. Of mutants that break such a rule it is not known which run shows it.
-        partly=not any(BOOK[number].watches for number in mutant.breaks),
-        briefly=not any(BOOK[number].watches for number in mutant.breaks),
+        # builds on them.
+        partly=not is_seen_anywhere,
+        short_rules=() if is_seen_anywhere else mutant.breaks,
     )
 
 
@@ -52,15 +54,19 @@ CASES = {case: mutant for case, mutant in EVERY.items() if not mutant.device}
 def rarely_judged() -> set[Case]:
     """Return the mutants that are judged with --thorough alone.
 
-    Every run judges the first mutant of each rule. Of rules whose runs take long, it judges the
-    first mutant of the first such rule in each section.
+    Every run judges the first mutant of each rule. Of costly rules, it judges the first mutant of
+    the first such rule in each section; of other rules whose runs take long, that of each kind.
     """
     places = {number: place for place, number in enumerate(BOOK)}
     often: dict[str, Case] = {}
     for case in sorted(CASES, key=lambda case: places[CASES[case].breaks[0]]):
         rule = BOOK[CASES[case].breaks[0]]
-        is_long = is_costly(rule) or rule.number in LONG_RULES
-        often.setdefault(rule.section if is_long else rule.number, case)
+        group = rule.number
+        if is_costly(rule):
+            group = rule.section
+        elif rule.number in LONG_RULES:
+            group = rule.kind
+        often.setdefault(group, case)
     return set(CASES) - set(often.values())
 
 

@@ -17,6 +17,7 @@ from tests.cases import (
     Case,
     Judgements,
     affordable,
+    by_a_part,
     in_turns,
     is_costly,
     own_judge,
@@ -45,17 +46,15 @@ def case(turn: int, module: str, right: Right) -> Case:
     rules = tuple(
         number for number, rule in book(right.kind).items() if rule.section in right.sections
     ) or affordable(book(right.kind, "cpu"), turn)
-    return Case(
+    case = Case(
         f"{module}:{right.name}",
         right.claims,
         right.state,
         right.setup,
         worlds,
-        rules=rules,
         kind=right.kind,
-        partly=True,
-        briefly=True,
     )
+    return by_a_part(case, rules)
 
 
 CASES = [case(turn, module, right) for turn, (module, right) in enumerate(catalogue())]
@@ -82,7 +81,7 @@ def watched() -> list[Case]:
                 CASES[number],
                 rules=(*others, *watching),
                 worlds=CASES[number].worlds[-1:],
-                briefly=False,
+                short_rules=(),
             )
         )
     return cases
@@ -107,7 +106,7 @@ def whole() -> list[Case]:
     for (_, right), case in zip(catalogue(), CASES, strict=True):
         # Exact hooks have no promise: test_ci.py certifies the reference, at all world sizes.
         if promise(case) and not (case.kind == HOOK and right.sections):
-            first.setdefault(promise(case), replace(case, rules=(), briefly=False))
+            first.setdefault(promise(case), replace(case, rules=(), short_rules=()))
     return list(first.values())
 
 
@@ -126,8 +125,8 @@ AT_SIZES = {
     "ef21": False,
     "fp8": True,
     "gaussian_noise": False,
-    "ring_gossip": True,
-    "by_shards": True,
+    "ring_gossip": False,
+    "by_shards": False,
 }
 
 
@@ -138,7 +137,14 @@ def at_sizes() -> list[Any]:
     rules = tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section == "22")
     return [
         pytest.param(
-            replace(case, rules=rules, worlds=case.worlds[-1:], partly=True, alone=True),
+            replace(
+                case,
+                rules=rules,
+                short_rules=(),
+                worlds=case.worlds[-1:],
+                partly=True,
+                alone=True,
+            ),
             marks=[pytest.mark.rarely] * (not AT_SIZES[right.name]),
             id=promise(case) + "-after-a-warm-up" * ("warmup" in case.claims),
         )

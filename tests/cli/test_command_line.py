@@ -22,7 +22,7 @@ from conformance.session.options import Options, flag
 from conformance.session.request import read_request
 from conformance.session.session import Session
 from tests import ROOT
-from tests.cases import PATIENT
+from tests.cases import PATIENT, in_turns
 from tests.made_certificates import certificate, written
 
 pytestmark = pytest.mark.ranks
@@ -96,6 +96,7 @@ def certify(project: Path, *arguments: str, **environment: str) -> subprocess.Co
     return run([sys.executable, "-m", "conformance", "certify", *arguments], project, **environment)
 
 
+@pytest.mark.rarely
 def test_a_project_that_makes_warnings_errors(project: Path) -> None:
     (project / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1", "--world-size", "2")
@@ -274,18 +275,25 @@ def test_bad_input_is_an_error_of_one_line(
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
-    [
-        ([], 4, "no subject: pass --hook module:attribute"),
-        (["--hook", "mypkg:mean", "--hook", "mypkg:half"], 4, "a run judges one; type one of them"),
-        (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
-        (
-            ["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"],
-            8,
-            "profile nccl-cpu: not run",
-        ),
-        (["--hook", "mypkg:mean", "--backend", "foo"], 4, "did you mean gloo?"),
-        (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
-    ],
+    in_turns(
+        [
+            ([], 4, "no subject: pass --hook module:attribute"),
+            (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
+            (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
+            (
+                ["--hook", "mypkg:mean", "--hook", "mypkg:half"],
+                4,
+                "a run judges one; type one of them",
+            ),
+            (["--hook", "mypkg:mean", "--backend", "foo"], 4, "did you mean gloo?"),
+            (
+                ["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"],
+                8,
+                "profile nccl-cpu: not run",
+            ),
+        ],
+        2,
+    ),
 )
 def test_bad_input_is_one_clear_line(
     project: Path, arguments: list[str], code: int, said: str
@@ -337,11 +345,14 @@ def is_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [
-        (["--world-size", "two"], 4),  # refused before torch is imported
-        (["--rule", "99"], 4),
-        (["--backend", "nccl", "--device", "cpu"], 8),
-    ],
+    in_turns(
+        [
+            (["--world-size", "two"], 4),  # refused before torch is imported
+            (["--rule", "99"], 4),
+            (["--backend", "nccl", "--device", "cpu"], 8),
+        ],
+        2,
+    ),
 )
 def test_a_run_that_fails_early_leaves_no_earlier_results(
     earlier: Path,
@@ -372,13 +383,17 @@ def test_a_certificate_of_a_subject_that_is_misnamed_is_set_aside(earlier: Path)
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [
-        (["--hook", "mypkg:mean", "--collect-only"], 0),
-        (["--hook", "mypkg:mean", "--collect-only", "--world-size", "two"], 4),
-        (["--hook", "mypkg:mean", "--list-rules"], 0),
-        (["--hook", "mypkg:mean", "--no-such-option"], 4),
-        (["--hook", "mypkg:mean", "--claims", "exakt"], 4),  # other settings, and so another folder
-    ],
+    in_turns(
+        [
+            (["--hook", "mypkg:mean", "--collect-only"], 0),
+            (["--hook", "mypkg:mean", "--collect-only", "--world-size", "two"], 4),
+            (["--hook", "mypkg:mean", "--list-rules"], 0),
+            (["--hook", "mypkg:mean", "--no-such-option"], 4),
+            # Other settings, and so another folder.
+            (["--hook", "mypkg:mean", "--claims", "exakt"], 4),
+        ],
+        2,
+    ),
 )
 def test_earlier_results_stay_when_no_run_begins(
     earlier: Path,

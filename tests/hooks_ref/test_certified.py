@@ -14,7 +14,7 @@ from conformance.judging.rule import AT_SCALE, Rule
 from conformance.rules import book
 from conformance.subjects.claims import LOCAL, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
-from tests.cases import Case, Judgements, affordable, in_turns, refusals
+from tests.cases import Case, Judgements, affordable, by_a_part, in_turns, refusals
 from tests.right import ARITHMETIC, COMPRESSORS, OBJECTS
 from tests.torch_marks import OWN_HOOKS_ARE_REFUSED
 
@@ -114,9 +114,7 @@ CASES = [
 # By a part of the rules each. By the whole book at all world sizes, test_ci.py certifies the
 # reference of hooks.
 CASES = [
-    case
-    if case.rules
-    else replace(case, rules=affordable(book(case.kind, "cpu"), turn), partly=True, briefly=True)
+    case if case.rules else by_a_part(case, affordable(book(case.kind, "cpu"), turn))
     for turn, case in enumerate(CASES)
 ]
 

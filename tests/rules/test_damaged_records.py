@@ -26,7 +26,7 @@ SEED = 0
 # Damages that each rule judges.
 DRAWS = 10
 # Each part of the rules of a kind is a test of its own.
-PARTS = 4
+PARTS = 8
 WORLDS = (2,)
 REFERENCES = {kind: Case(one.reference, worlds=WORLDS, kind=kind) for kind, one in KINDS.items()}
 CLAIMS = {

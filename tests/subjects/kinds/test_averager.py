@@ -1,5 +1,6 @@
 """Judging averagers: schedules, torch's own, and targets and claims that are refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,16 @@ from conformance.session.request import named_subject
 from conformance.session.session import Session
 from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.kinds import KINDS
-from tests.cases import Case, by_short_rules, own_judge
+from tests.cases import Case, Judgements, by_short_rules, own_judge
 from tests.made_runs import made_run
 
 TORCHS = "torch.distributed.algorithms.model_averaging"
 
 
-def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
+def refused(rules: dict[str, Rule], judgements: Judgements) -> dict[str, str]:
     """Return the MUST rules that do not hold, each with its first cause or observation."""
     reasons = {}
-    for judgement in own_judge().judge(case if case.rules else by_short_rules(case)).values():
+    for judgement in judgements.values():
         if judgement.verdict.holds or rules[judgement.number].level != MUST:
             continue
         reasons[judgement.number] = judgement.reason
@@ -34,22 +35,25 @@ def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
     return reasons
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
+REFUSING = {"14.5", "14.8"}
+PERIODIC, HIERARCHICAL = (
+    by_short_rules(Case(f"{TORCHS}.{target}", worlds=(2, 4), kind="averager"), REFUSING)
+    for target in (
         "averagers:PeriodicModelAverager,period=4,warmup_steps=10",
-        pytest.param(
-            "hierarchical_model_averager:HierarchicalModelAverager,"
-            "period_group_size_dict={2: 2, 4: 4}",
-            marks=pytest.mark.rarely,
-        ),
-    ],
+        "hierarchical_model_averager:HierarchicalModelAverager,period_group_size_dict={2: 2, 4: 4}",
+    )
 )
-@pytest.mark.ranks
-def test_torchs_own_are_refused_by_these_rules_alone(rules: dict[str, Rule], target: str) -> None:
+
+
+@pytest.mark.parametrize(
+    "case", [PERIODIC, pytest.param(HIERARCHICAL, marks=pytest.mark.rarely)], ids=str
+)
+def test_torchs_own_are_refused_by_these_rules_alone(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
     """Each rank leaves out its own parameters without a gradient, and strides change."""
-    wrong = refused(rules, Case(f"{TORCHS}.{target}", worlds=(2, 4), kind="averager"))
-    assert wrong.keys() == {"14.5", "14.8"}
+    wrong = refused(rules, judgements_of(case))
+    assert wrong.keys() == REFUSING
     assert "ranks disagree in collective" in wrong["14.5"]
     assert wrong["14.8"].endswith("strides of p3, p4 changed")
 
@@ -74,7 +78,7 @@ def test_a_missing_claim_of_the_smallest_group_is_named(
         rules=("14.1",),
         partly=True,
     )
-    assert refused(rules, case) == {
+    assert refused(rules, own_judge().judge(case)) == {
         "14.1": "the claims name groups of 4 ranks, and a group of 2 has no such group: if the "
         "averager is for 4 ranks and more, add min_world_size(4) to --claims"
     }
@@ -103,17 +107,18 @@ def test_groups_that_claims_name_need_ranks(claims: str, size: int, claim: str) 
 @pytest.mark.parametrize(
     ("period", "warmup"),
     [
-        pytest.param(1, 0, marks=pytest.mark.rarely),
+        (1, 0),
         (100, 0),
-        pytest.param(4, 29, marks=pytest.mark.rarely),
+        (4, 29),
     ],
 )
+@pytest.mark.rarely
 @pytest.mark.ranks
 def test_any_schedule(rules: dict[str, Rule], period: int, warmup: int) -> None:
     """It may average in every step, in the first one only, or in the last one only."""
     target = f"hooks_ref:PeriodicModelAverager,period={period},warmup_steps={warmup}"
-    case = Case(target, worlds=(2,), kind="averager")
-    assert set(refused(rules, case)) <= {"14.13"}
+    case = by_short_rules(Case(target, worlds=(2,), kind="averager"))
+    assert set(refused(rules, own_judge().judge(case))) <= {"14.13"}
 
 
 def test_steps_that_are_due() -> None:

@@ -26,7 +26,8 @@ from tests.made_runs import event
 EVEN_VARIANTS = ("even", "disabled", "keywords", "raises", "wrong", "outside")
 JOINABLES = joinables_of(PLAIN)
 TORCHS = by_short_rules(
-    Case("torch.distributed.algorithms.join:Join", worlds=(1, 2, 3), kind="joinable")
+    Case("torch.distributed.algorithms.join:Join", worlds=(1, 2, 3), kind="joinable"),
+    ("17.15", "17.16", "17.17"),
 )
 
 

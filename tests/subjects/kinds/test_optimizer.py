@@ -23,8 +23,8 @@ from tests.made_runs import event
 
 LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer:PostLocalSGDOptimizer"
 ZERO_VIEWS = "torch.distributed.optim:ZeroRedundancyOptimizer,parameters_as_bucket_view=True"
-TORCHS = by_short_rules(Case(LOCAL_SGD, worlds=(2,), kind="optimizer"))
-VIEWS = by_short_rules(Case(ZERO_VIEWS, worlds=(2,), kind="optimizer"))
+TORCHS = by_short_rules(Case(LOCAL_SGD, worlds=(2,), kind="optimizer"), ("15.7", "15.14", "15.18"))
+VIEWS = by_short_rules(Case(ZERO_VIEWS, worlds=(2,), kind="optimizer"), ("15.16",))
 # The MUST rules that fail for each, with a part of the cause or of the observation.
 FAILURES = {
     TORCHS: {

@@ -32,7 +32,9 @@ from tests.cases import Case, Judgements, by_short_rules
 from tests.made_runs import event
 
 OURS = "hooks_ref:ddp_sync_context,sync_strategy="
-SINGLE = by_short_rules(Case(f"{OURS}single_auto_sync", worlds=(2,), kind="strategy"))
+SINGLE = by_short_rules(
+    Case(f"{OURS}single_auto_sync", worlds=(2,), kind="strategy"), ("16.1", "16.2", "16.3")
+)
 MULTI = Case(f"{OURS}multi_auto_sync", worlds=(2,), rules=("16.16", "16.18"), kind="strategy")
 DENSE = [
     scenario

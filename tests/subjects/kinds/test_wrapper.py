@@ -17,12 +17,16 @@ from tests.cases import Case, Judgements, by_short_rules
 
 TORCHS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 WRAPPER = by_short_rules(
-    Case(f"{TORCHS}:checkpoint_wrapper", "recomputes", worlds=(2,), kind="wrapper")
+    Case(f"{TORCHS}:checkpoint_wrapper", "recomputes", worlds=(2,), kind="wrapper"),
+    ("19.12", "19.20", "19.36", "19.37"),
 )
 REENTRANT = by_short_rules(
-    Case(f"{TORCHS}:checkpoint_wrapper,checkpoint_impl=REENTRANT", worlds=(2,), kind="wrapper")
+    Case(f"{TORCHS}:checkpoint_wrapper,checkpoint_impl=REENTRANT", worlds=(2,), kind="wrapper"),
+    ("19.12", "19.20", "19.37"),
 )
-OFFLOAD = by_short_rules(Case(f"{TORCHS}:OffloadWrapper", worlds=(2,), kind="wrapper"))
+OFFLOAD = by_short_rules(
+    Case(f"{TORCHS}:OffloadWrapper", worlds=(2,), kind="wrapper"), ("19.12", "19.22")
+)
 # The MUST rules that refuse them: without reentrance, inputs that are given by keyword and changed
 # in place are read again.
 REFUSED = {WRAPPER: {"19.36"}}
