@@ -146,7 +146,7 @@ def by_a_part(case: Case, rules: tuple[str, ...]) -> Case:
 
 def in_turns(cases: Sequence[Any], one_in: int) -> list[Any]:
     """Return cases, or tuples of arguments, as parameters: one in so many for every run, the others
-    for --thorough.
+    for --every.
     """
     return [
         pytest.param(

@@ -52,7 +52,7 @@ CASES = {case: mutant for case, mutant in EVERY.items() if not mutant.device}
 
 
 def rarely_judged() -> set[Case]:
-    """Return the mutants that are judged with --thorough alone.
+    """Return the mutants that are judged with --every or --thorough alone.
 
     Every run judges the first mutant of each rule. Of costly rules, it judges the first mutant of
     the first such rule in each section; of other rules whose runs take long, that of each kind.
