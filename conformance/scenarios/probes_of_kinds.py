@@ -160,7 +160,8 @@ def _activations(value: int) -> Scenario:
 def _steps_of_wrapper(value: int) -> Scenario:
     rows = tuple(1 + step % 12 for step in range(value + 3))
     steps = ("normal",) * (value + 3)
-    return replace(wrapper_training.LONG, steps=steps, params=(Param(rows),))
+    late = Param((wrapper_training.LONG_STEPS[0] // 3,))
+    return replace(wrapper_training.LONG, steps=steps, params=(Param(rows), late))
 
 
 def _shadowed(value: int) -> Scenario:

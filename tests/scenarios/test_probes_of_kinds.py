@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from conformance.scenarios.draws import drawn
 from conformance.scenarios.join_draws import drawn_lengths
 from conformance.scenarios.model import Scenario, scenario_from_json
 from conformance.scenarios.probes_of_kinds import (
@@ -53,6 +54,18 @@ def test_steps_lie_beyond_the_number(kind: str) -> None:
     assert len(scenario.steps) == 803
     assert kind != "wrapper" or len(scenario.params[0].shape) == 803
     assert probes(kind, LARGEST_STEP + 1, "steps") == {}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind != "joinable"])
+def test_a_long_probe_has_as_many_parameters_as_the_run_it_stands_in_for(kind: str) -> None:
+    """Drivers and rules read drawn numbers from the shapes of parameters."""
+    probe = probes(kind, 800, "steps")["probe_800_steps"]
+    (stands_for,) = {
+        scenario.name: drawn(scenario, 0)
+        for scenario in KINDS[kind].scenarios
+        if scenario.variant == probe.variant and scenario.observe.growth
+    }.values()
+    assert len(probe.params) == len(stands_for.params)
 
 
 def test_steps_of_joins_are_shadowed_steps_and_contexts() -> None:
