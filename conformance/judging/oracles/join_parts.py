@@ -19,12 +19,13 @@ gradients that autograd computes, the parameters after the step. The first diffe
     parameters after the step           another update from the same gradients
 
 A join may compute a state, and hand out a part of it: such as parameters that change in it, or any
-tensor that ranks do not hold alike at the end of an even body. Rates may follow the number of
-contexts. Neither is judged: hyperparameters of optimizers show rates, and numbers among the
-attributes of the joinable show counts, if no optimizer has its parameters or if it changes
-gradients after autograd. One rate is none of a number of contexts: if it changes in each step of
-the single context, and stays where it was at the join in all steps of the second context, then the
-schedule has lost its optimizer. This is required after uneven inputs, too.
+tensor that ranks do not hold alike at the end of an even body. Rates, and the seeds of random
+generators, may follow the number of contexts. None of this is judged: hyperparameters of optimizers
+show rates, and numbers among the attributes of the joinable show counts, if no optimizer has its
+parameters or if it changes gradients after autograd. One rate is none of a number of contexts: if
+it changes in each step of the single context, and stays where it was at the join in all steps of
+the second context, then the schedule has lost its optimizer. This is required after uneven inputs,
+too.
 """
 
 from conformance.judging.oracles.join import Event, Member, members
@@ -66,12 +67,15 @@ def require_nothing_outdated(run: Run, found: Found) -> None:
         right = state_of(plain[late], "leaving")
         repeated = state_of(again[late], "leaving")
         got = state_of(outdated[late], "leaving")
-        for name, value in right.items():
-            if repeated.get(name) != value:
-                continue
+        compared = [name for name, value in right.items() if repeated.get(name) == value]
+        other = [name for name in compared if got.get(name) != right[name]]
+        # Values that the ranks have in common come first: one of them may be sent as it is.
+        names.sort(key=lambda name: (name not in other, name.startswith("gradient")))
+        found.checked(len(compared) - len(other))
+        for name in other:
             more = ", ..." if len(names) > 3 else ""
             found.require(
-                got.get(name) == value,
+                False,
                 f"{name} as if rank {outdated[uneven.early].rank.rank} had joined with other "
                 "values in the tensors that its shadows leave as they are",
                 f"{outdated[late]}: {name} depends on them",
@@ -136,7 +140,7 @@ def _require_parameters(run: Run, found: Found) -> None:
 
 
 def _reason_to_differ(run: Run) -> bool:
-    """Whether a join has changed parameters, or tensors that ranks do not hold alike."""
+    """Whether a join has changed parameters, generators, or tensors that are not alike on ranks."""
     held = [
         (_held(first, "leaving"), _held(second, "begun"))
         for first, second in zip(_of(run, FIRST_PART), _of(run, SECOND_PART), strict=True)
@@ -149,15 +153,18 @@ def _reason_to_differ(run: Run) -> bool:
         if leaving.get(name) != begun.get(name)
     }
     parted = {name for name in changed if len({leaving.get(name) for leaving, _ in digests}) > 1}
-    trains = any(leaving["parameters"] != begun["parameters"] for leaving, begun in held)
-    return trains or bool(parted)
+    return bool(parted) or any(
+        leaving[field] != begun[field]
+        for leaving, begun in held
+        for field in ("parameters", "generators")
+    )
 
 
 def _may_differ(one: Event, other: Event) -> bool:
     """Whether a step has another rate, or may have one that cannot be seen."""
     if one["settings"] != other["settings"]:
         return True
-    is_hidden = not one["is_seen"] or (
+    is_hidden = not (one["is_seen"] and other["is_seen"]) or (
         one["local"] == other["local"] and one["mean"] != other["mean"]
     )
     return is_hidden and one["numbers"] != other["numbers"]

@@ -11,6 +11,7 @@ ranks hold alike after a join. So the rank holds the values of one that has join
 """
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from conformance.ranks.drivers._contexts import Contexts
 from conformance.ranks.drivers._join_numbers import Numbers, digest_of, parts_of
 from conformance.ranks.drivers._joinables import OfGroup
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.instruments.digest import digest_of_bytes
 from conformance.ranks.instruments.global_seeds import kept_generators
 from conformance.scenarios.join_part_draws import (
     TRIAL,
@@ -216,6 +218,7 @@ class TracedNumbers(Numbers):
             when=when,
             parameters=self._parameters(),
             digests=_digests(tensors_of(self.subject, with_gradients=False)),
+            generators=_generators(self.subject),
         )
 
     def _is_seen(self) -> bool:
@@ -368,6 +371,17 @@ def _numbers(subject: Any) -> dict[str, str]:
         for name, value in getattr(subject, "__dict__", {}).items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
+
+
+def _generators(subject: Any) -> dict[str, str]:
+    """Return digests of the states of random generators among the attributes of a joinable."""
+    found: dict[str, str] = {}
+    for name, value in getattr(subject, "__dict__", {}).items():
+        if isinstance(value, torch.Generator):
+            found[name] = digest_of(value.get_state())
+        elif isinstance(value, random.Random):
+            found[name] = digest_of_bytes(repr(value.getstate()).encode())
+    return found
 
 
 def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
