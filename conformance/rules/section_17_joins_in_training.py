@@ -231,7 +231,8 @@ kept = keeps_no_more("17.25", on=(MANY,), needs=("17.26",))
     since="1.6",
     source=f"{TUTORIAL}: one context per epoch; {GENERIC}",
     remedy="a count of contexts or of steps that overflows; hooks, buffers or counts that each "
-    "context leaves on the joinables; a count, or a rate, that is not handed out",
+    "context leaves on the joinables; a count, or a rate, that is not handed out; a keyword "
+    "argument of an earlier context that join_hook() keeps",
 )
 def many(run: Run, claims: Claims, found: Found) -> None:
     """In each of 100 to 150 contexts of the same joinables all hooks are called as in the first,
@@ -241,7 +242,9 @@ def many(run: Run, claims: Claims, found: Found) -> None:
     their own, and average now and then, may differ there.
 
     The number of contexts, their joinables and their inputs, 0 to 4 on each rank, are drawn. One
-    context of five, drawn too, ends with an exception, as in 17.10.
+    context of five, drawn too, ends with an exception, as in 17.10. A joinable gets
+    divide_by_initial_world_size=False in about one context of four, and True in another one; a
+    context without the argument divides by all ranks, whatever the one before it was given.
     """
     for part in parts(run, 10):
         if is_context(run):

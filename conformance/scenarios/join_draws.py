@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from conformance.scenarios.averager_training import option
 from conformance.scenarios.interrupts import INTERRUPTS
+from conformance.scenarios.join_part_draws import part_contexts
 from conformance.scenarios.model import Scenario
 
 Lengths = tuple[int, ...]  # numbers of inputs, by group rank
@@ -36,10 +37,13 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     - ``failing``: for each step of the scenario 1 to 3 on a rank whose first collective fails, and
       none on the other one; if a later collective fails, none on the rank and 2 to 4 on the other.
     - ``fails_last`` and ``fails_early``: the same, where a collective of a post hook fails.
+    - ``in_parts``: those of ``join_part_draws``.
 
     In rows of uneven inputs one rank has 3 to 6 inputs, one has 1 or 2, and one more has none.
     Ranks take turns, beginning with a drawn one.
     """
+    if scenario.variant == "in_parts":
+        return [context.inputs for context in part_contexts(scenario)]
     numbers = _generator(scenario, "lengths")
     first = numbers.randrange(size)
     if scenario.variant == "numbers":
@@ -118,17 +122,31 @@ def place_of_ddp(scenario: Scenario, context: int) -> int:
 def divides_by_all(scenario: Scenario, context: int) -> bool:
     """Return the value of ``divide_by_initial_world_size`` in a context.
 
-    The contexts of ``numbers`` take turns. In ``epochs`` it is True in the first three contexts,
-    and drawn in the others, with at least one False. torch's DDP counts the training ranks by its
-    own notification, and a rank keeps that count until it notifies again: DDP has to be first from
-    the first False on.
+    The contexts of ``numbers`` take turns. In ``many`` it is that of :func:`divisor_in_many`. In
+    ``epochs`` it is True in the first three contexts, and drawn in the others, with at least one
+    False. torch's DDP counts the training ranks by its own notification, and a rank keeps that
+    count until it notifies again: DDP has to be first from the first False on.
     """
     if scenario.variant == "numbers":
         return context % 2 == 1 or context == 0
+    if scenario.variant == "many":
+        return divisor_in_many(scenario, context) is not False
     if scenario.variant != "epochs" or context < DDP_IS_FIRST:
         return True
     is_true = _generator(scenario, f"divisor/{context}").random() < 0.5
     return is_true and context > DDP_IS_FIRST
+
+
+def divisor_in_many(scenario: Scenario, context: int) -> bool | None:
+    """Return the value of ``divide_by_initial_world_size`` that a context of ``many`` is given;
+    None if it is given none.
+
+    The first two contexts have none. Of four others, about two have none, and one has each value: a
+    context without the argument follows one with False, and the reverse.
+    """
+    if context < 2:
+        return None
+    return _generator(scenario, f"divisor/{context}").choice((None, None, True, False))
 
 
 def _uneven(numbers: random.Random, size: int, turn: int) -> Lengths:

@@ -61,6 +61,7 @@ _MODULES = (
     "optimizer_wrappers",
     "strategies",
     "joins",
+    "joins_in_parts",
     "quantized_collectives",
     "summing_collectives",
     "wrappers",

@@ -26,6 +26,10 @@ class Numbers:
         subject: the joinable.
         take_step: takes one of its steps.
         drawn_as: the context from whose seeds the inputs are drawn, if it is another one.
+
+    Attributes:
+        is_trainer: clear gradients before a step, and step the parameters that it leaves as they
+            are.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Numbers:
         self.subject = subject
         self.take_step = take_step
         self.drawn_as = drawn_as
+        self.is_trainer = True
         self.parameters = _trained(subject)
         self.local: dict[int, torch.Tensor] = {}
         self.calls = 0
@@ -74,13 +79,15 @@ class Numbers:
         random.seed(seed)
         self.local = {}
         self.calls = 0
-        for parameter in self.parameters:
-            parameter.grad = None
+        if self.is_trainer:
+            for parameter in self.parameters:
+                parameter.grad = None
         before = [parameter.detach().clone() for parameter in self.parameters]
         self.take_step()
         self._keep_gradients()
         for parameter, value in zip(self.parameters, before, strict=True):
-            if parameter.grad is not None and torch.equal(parameter.detach(), value):
+            is_left = parameter.grad is not None and torch.equal(parameter.detach(), value)
+            if is_left and self.is_trainer:
                 parameter.data.sub_(parameter.grad, alpha=LEARNING_RATE)
         self.at += 1
 
@@ -132,12 +139,12 @@ class Numbers:
 
     def _state(self, asks: bool) -> dict[str, str]:
         """Return digests of the values of its state, by name."""
-        digests = {f"parameter {at}": _digest(value) for at, value in enumerate(self.parameters)}
-        parts = {"": self.subject, **_parts(self.subject)}
+        digests = {f"parameter {at}": digest_of(value) for at, value in enumerate(self.parameters)}
+        parts = {"": self.subject, **parts_of(self.subject)}
         for name, part in parts.items():
             if isinstance(part, torch.nn.Module):
                 tensors = [*part.named_parameters(), *part.named_buffers()]
-                digests |= {f"{name}{key}": _digest(value) for key, value in tensors}
+                digests |= {f"{name}{key}": digest_of(value) for key, value in tensors}
             if isinstance(part, torch.optim.Optimizer):
                 digests |= _optimizer_state(name, part)
         if asks and hasattr(self.subject, "state_dict"):
@@ -150,7 +157,8 @@ class Numbers:
         return digests
 
 
-def _parts(subject: Any) -> dict[str, Any]:
+def parts_of(subject: Any) -> dict[str, Any]:
+    """Return the attributes of a joinable, by name; those of a module are its own affair."""
     if isinstance(subject, torch.nn.Module):
         return {}
     return {f"{name}.": value for name, value in getattr(subject, "__dict__", {}).items()}
@@ -159,7 +167,7 @@ def _parts(subject: Any) -> dict[str, Any]:
 def _trained(subject: Any) -> list[torch.Tensor]:
     """Return the parameters that a joinable or one of its attributes trains, each once."""
     found: dict[int, torch.Tensor] = {}
-    for part in (subject, *_parts(subject).values()):
+    for part in (subject, *parts_of(subject).values()):
         tensors: list[Any] = []
         if isinstance(part, torch.nn.Module):
             tensors = list(part.parameters())
@@ -180,17 +188,17 @@ def _optimizer_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, s
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             key = f"{name}group {number}, parameter {place}"
-            digests[key] = _digest(parameter)
+            digests[key] = digest_of(parameter)
             for field, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, (torch.Tensor, numbers.Number)):
-                    digests[f"{key}, {field}"] = _digest(value)
+                    digests[f"{key}, {field}"] = digest_of(value)
     return digests
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:
     """Return digests of the tensors in nested dictionaries and lists."""
     if isinstance(value, torch.Tensor):
-        return {name: _digest(value)}
+        return {name: digest_of(value)}
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -202,7 +210,8 @@ def _flat(name: str, value: Any) -> dict[str, str]:
     return digests
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """Return a digest of a tensor, or the text of another value."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return digest(value.coalesce().to_dense() if value.is_sparse else value)

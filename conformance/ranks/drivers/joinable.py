@@ -17,6 +17,7 @@ from conformance.ranks.drivers._contexts import Contexts, Steps
 from conformance.ranks.drivers._join_numbers import Numbers
 from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers._joins_in_loops import ContextInLoops
+from conformance.ranks.drivers._joins_in_parts import InParts
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.global_seeds import kept_generators
@@ -26,6 +27,7 @@ from conformance.scenarios.join_draws import (
     DIVISOR,
     breaks_off,
     divides_by_all,
+    divisor_in_many,
 )
 from conformance.scenarios.join_loop_draws import ENDS, group_of_loop, loop_contexts
 from conformance.scenarios.joinable import KEYWORDS
@@ -78,7 +80,7 @@ class JoinableDriver(RankDriver):
     def _run_context(self, context: ContextInLoops) -> None:
         self.recorder.event("subject", is_context=True)
         # The numbers that a joinable computes are no concern of a context's.
-        if self.scenario.variant != "numbers":
+        if self.scenario.variant not in ("numbers", "in_parts"):
             getattr(context, self.scenario.variant)()
 
     def _run_joinable(self, made: Any, make: Callable[..., Any]) -> None:
@@ -223,6 +225,10 @@ class _Joinable(Contexts):
                 self.note("refused_outside", error=f"{type(error).__name__}: {error}"[:300])
         self.subject = given
 
+    def in_parts(self) -> None:
+        """Train the same steps in one context and in two; let values be out of date."""
+        InParts(self, self._make, self._take_step).run()
+
     def two_groups(self) -> None:
         """Train two joinables on two groups in turn; record what they compute.
 
@@ -269,7 +275,11 @@ class _Joinable(Contexts):
                     # Ranks do not join, so that their states may differ afterwards.
                     self.break_off([self.subject], self.own(inputs), [numbers.step], number)
                     continue
-                self.run([self.subject], self.own(inputs), [numbers.step], numbers.leaving)
+                divisor = divisor_in_many(self.driver.scenario, number)
+                options = {} if divisor is None else {DIVISOR: divisor}
+                self.run(
+                    [self.subject], self.own(inputs), [numbers.step], numbers.leaving, **options
+                )
                 numbers.left()
 
     def _run_beside(
@@ -281,8 +291,11 @@ class _Joinable(Contexts):
         self.run(joinables[::direction], self.own(inputs), steps[::direction], **options)
 
     def _step(self) -> None:
+        self._take_step(self.subject)
+
+    def _take_step(self, subject: Any) -> None:
         self.note("takes")
-        if callable(self.subject):
-            self.subject()
+        if callable(subject):
+            subject()
         else:
-            self.subject.step()
+            subject.step()

@@ -15,7 +15,7 @@ A run is a sequence of contexts; a step of its record is a context.
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.scenarios import joins_in_loops, joins_in_training
+from conformance.scenarios import joins_in_loops, joins_in_parts, joins_in_training
 from conformance.scenarios.failing_collectives import JOINABLE as FAILING
 from conformance.scenarios.joinable import SCENARIOS
 from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
@@ -41,6 +41,7 @@ JOINABLE = Kind(
         *CLUSTERS,
         *CLUSTERS_OF_NUMBERS,
         *joins_in_loops.ALL,
+        *joins_in_parts.ALL,
         *FAILING,
         PROBE,
     ),

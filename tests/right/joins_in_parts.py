@@ -1,0 +1,180 @@
+"""Right joinables whose state, inputs or rates do not end with a context."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchsJoin
+from torch.distributed.algorithms.join import JoinHook
+
+from tests.right import Right
+from tests.right.joins import OnCpu, Shadow
+
+
+class Mean(OnCpu):
+    """A net without an optimizer, whose gradients are averaged over all ranks in one message."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        torch.manual_seed(4)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)
+        )
+        self.parameters = list(self.net.parameters())
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        own = torch.autograd.grad(self.loss(), self.parameters)
+        self.update(self.reduce(torch.cat([gradient.reshape(-1) for gradient in own])))
+
+    def loss(self) -> torch.Tensor:
+        return self.net(torch.randn(5, 4)).square().mean()
+
+    def reduce(self, flat: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(flat, group=self.group)
+        return flat / self.group.size()
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(sum(self.sizes))
+
+    @torch.no_grad()
+    def update(self, mean: torch.Tensor) -> None:
+        for parameter, part in zip(self.parameters, mean.split(self.sizes), strict=True):
+            parameter.sub_(part.view_as(parameter), alpha=0.02)
+
+    def shadow(self) -> None:
+        self.reduce(self.zeros())
+
+    @torch.no_grad()
+    def finish(self, is_last: bool) -> None:
+        place = torch.tensor([self.group.rank() if is_last else -1])
+        dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
+        for tensor in self.handed_out():
+            dist.broadcast(tensor, dist.get_global_rank(self.group, int(place)), group=self.group)
+
+    def handed_out(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.parameters]
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return Shadow(self.shadow, self.finish)
+
+
+class KeepsUp(Mean):
+    """Step each parameter on one rank, which sends it; a rank that has joined keeps up."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.momentum = self.zeros()
+
+    @torch.no_grad()
+    def update(self, mean: torch.Tensor) -> None:
+        self.momentum.mul_(0.8).add_(mean)
+        super().update(self.momentum)
+        for place, parameter in enumerate(self.parameters):
+            owner = dist.get_global_rank(self.group, place % self.group.size())
+            dist.broadcast(parameter.detach(), owner, group=self.group)
+
+    def shadow(self) -> None:
+        self.update(self.reduce(self.zeros()))
+
+    def finish(self, is_last: bool) -> None:
+        pass
+
+
+class StepsInTheNextStep(Mean):
+    """Make the update of a step as the next one begins; one that is pending outlives a context."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.pending = self.zeros()
+
+    def step(self) -> None:
+        super().update(self.pending)
+        super().step()
+
+    def update(self, mean: torch.Tensor) -> None:
+        self.pending = mean
+
+    def handed_out(self) -> list[torch.Tensor]:
+        return [*super().handed_out(), self.pending]
+
+
+class StepsAtTheEnd(StepsInTheNextStep):
+    """Make a pending update at the end of a context."""
+
+    def finish(self, is_last: bool) -> None:
+        super().finish(is_last)
+        Mean.update(self, self.pending)
+        self.pending.zero_()
+
+
+class RestartsItsInputs(Mean):
+    """Read its own inputs from the beginning in each context."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.at = 0
+
+    def loss(self) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(100 * self.at + self.group.rank())
+        self.at += 1
+        return self.net(torch.randn(5, 4, generator=draw)).square().mean()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.at = 0
+        return super().join_hook(**kwargs)
+
+
+class DecaysByEpochs(Mean):
+    """Decay the rate in each context."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.epoch = 0
+
+    def update(self, mean: torch.Tensor) -> None:
+        super().update(mean * 0.9**self.epoch)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.epoch += 1
+        return super().join_hook(**kwargs)
+
+
+class SumsItsInputs(Mean):
+    """Scale by the mean square of all inputs up to now; each rank has a sum of its own ones.
+
+    The inputs of a rank that has joined go on to count.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.net.register_buffer("sums", torch.zeros(2))
+
+    def loss(self) -> torch.Tensor:
+        inputs = torch.randn(5, 4)
+        self.net.sums += torch.tensor([float(inputs.square().sum()), inputs.numel()])
+        total = self.total()
+        return self.net(inputs / (total[0] / total[1]).sqrt()).square().mean()
+
+    def total(self) -> torch.Tensor:
+        total = self.net.sums.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def shadow(self) -> None:
+        self.total()
+        super().shadow()
+
+
+RIGHT = [
+    Right(name, kind="joinable")
+    for name in (
+        "KeepsUp",
+        "StepsInTheNextStep",
+        "StepsAtTheEnd",
+        "RestartsItsInputs",
+        "DecaysByEpochs",
+        "SumsItsInputs",
+    )
+]
