@@ -82,6 +82,35 @@ class KeepsUp(Mean):
         pass
 
 
+class WarmsUp(Mean):
+    """Step at a rate that rises from 0, on ranks that have joined, too, so that none is handed
+    parameters.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.count = 0
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.net.zero_grad()
+        self.loss().backward()
+        mean = self.reduce(torch.cat([one.grad.reshape(-1) for one in self.parameters]))
+        for parameter, part in zip(self.parameters, mean.split(self.sizes), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+        self.update(mean)
+
+    def update(self, mean: torch.Tensor) -> None:
+        self.count += 1
+        super().update(mean * min(1.0, max(0, self.count - 7) / 20))
+
+    def shadow(self) -> None:
+        self.update(self.reduce(self.zeros()))
+
+    def finish(self, is_last: bool) -> None:
+        pass
+
+
 class StepsInTheNextStep(Mean):
     """Make the update of a step as the next one begins; one that is pending outlives a context."""
 
@@ -171,6 +200,7 @@ RIGHT = [
     Right(name, kind="joinable")
     for name in (
         "KeepsUp",
+        "WarmsUp",
         "StepsInTheNextStep",
         "StepsAtTheEnd",
         "RestartsItsInputs",

@@ -71,7 +71,7 @@ class Numbers:
                 handle.remove()
 
     def step(self) -> None:
-        """Take a step with inputs of its own, and step the parameters that it leaves unchanged."""
+        """Take a step with inputs of its own, and step the parameters that it does not step."""
         drawn_as = self.context if self.drawn_as is None else self.drawn_as
         name = f"{self.driver.scenario.session_seed}/{self.driver.rank}/{drawn_as}/{self.at}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
@@ -82,12 +82,13 @@ class Numbers:
         if self.is_trainer:
             for parameter in self.parameters:
                 parameter.grad = None
-        before = [parameter.detach().clone() for parameter in self.parameters]
+        before = [(one._version, one.detach().clone()) for one in self.parameters]
         self.take_step()
         self._keep_gradients()
-        for parameter, value in zip(self.parameters, before, strict=True):
-            is_left = parameter.grad is not None and torch.equal(parameter.detach(), value)
-            if is_left and self.is_trainer:
+        for parameter, (version, value) in zip(self.parameters, before, strict=True):
+            # A step at a rate of 0, as in a warm-up, leaves the values, and raises the version.
+            is_stepped = parameter._version != version or not torch.equal(parameter, value)
+            if self.is_trainer and parameter.grad is not None and not is_stepped:
                 parameter.data.sub_(parameter.grad, alpha=LEARNING_RATE)
         self.at += 1
 

@@ -105,9 +105,8 @@ class StrategyDriver(RankDriver):
         aside = SetAside()
         # DDP's buckets, and the flat buffers of a trainer, are written in every step.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
-        # After the first quarter of a long run nobody keeps gradients: new ones get the memory of old
-        # ones. That memory is the kit's, and there before the third of the run from which on
-        # growth is judged.
+        # After the first quarter of a long run nobody keeps gradients: new ones get the memory of
+        # old ones. That memory is the kit's, and growth is judged from a third of the run on.
         count = len(self.scenario.steps)
         until = count // 4 if count >= LONG_RUN else count
         for step, kind in enumerate(self.scenario.steps):
