@@ -70,12 +70,14 @@ class RankDriver(ABC):
         collectives: the collectives that this rank has issued.
         failing: may let a collective of this rank fail.
         own_modules: the modules of the subject's objects, as far as the driver knows them.
+        own_keepers: objects of the driver that keep tensors from step to step.
     """
 
     # Calls of other kinds than hooks may run a whole backward, on threads of autograd.
     calls_own_all_threads: ClassVar[bool] = True
     # Other kinds wait for their peers as they like: only hooks are judged by their waits.
     records_waits: ClassVar[bool] = False
+    own_keepers: tuple[object, ...] = ()
 
     def __init__(
         self,
@@ -355,7 +357,7 @@ class RankDriver(ABC):
         if not self.scenario.long_run:
             self.record_counts()
         if self._kept:
-            self._kept.before(step)
+            self._kept.before(step, self.own_keepers)
         self.recorder.step = step
         self.recorder.event("step", kind=kind)
         if self.scenario.default_dtypes:

@@ -106,14 +106,16 @@ class StrategyDriver(RankDriver):
         # DDP's buckets, and the flat buffers of a trainer, are written in every step.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
         # After the first quarter of a long run nobody keeps gradients: new ones get the memory of
-        # old ones. That memory is the kit's, and growth is judged from a third of the run on.
+        # old ones. Their storages are more objects; growth is judged from a third of the run on.
         count = len(self.scenario.steps)
         until = count // 4 if count >= LONG_RUN else count
+        self.own_keepers = (aside,)
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             if step == until:
                 aside = SetAside()
                 self.probe.memory = ReusedMemory()
+                self.own_keepers = (self.probe.memory,)
             elif is_free and clears(self.scenario, step) and step < until:
                 aside.take(self.params)
             self._step(step, kind)

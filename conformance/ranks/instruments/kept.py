@@ -1,9 +1,10 @@
 """The tensors and objects that a long run keeps, at places that are evenly spaced over its steps.
 
 Everything that exists before the subject is imported is frozen, so that the subject's and the
-driver's objects are counted. The driver keeps nothing from step to step, and the recorder writes
-tensors to a file. So the counts of a right subject are equal to the last object, as soon as its
-caches are full. Sizes of the process are not: the C library's caches drift by half a KiB a step.
+driver's objects are counted. The driver keeps nothing from step to step but in objects that it
+names, whose content is left out, and the recorder writes tensors to a file. So the counts of a
+right subject are equal to the last object, as soon as its caches are full. Sizes of the process are
+not: the C library's caches drift by half a KiB a step.
 """
 
 import gc
@@ -45,34 +46,37 @@ class KeptRecorder:
         gc.collect()
         FrozenObjects.freeze()
 
-    def before(self, step: int) -> None:
+    def before(self, step: int, keepers: Iterable[object] = ()) -> None:
         """Record the objects in use before a step, if it is one of the places.
 
         Args:
             step: the number of the step.
+            keepers: objects of the kit whose content is not counted.
         """
         if step in self._places:
             keys = self._store.num_keys() if self._store else 0
-            self._recorder.event("kept", at=step, keys=keys, **self._settled())
+            self._recorder.event("kept", at=step, keys=keys, **self._settled(keepers))
 
-    def _settled(self) -> dict[str, int]:
+    def _settled(self, keepers: Iterable[object]) -> dict[str, int]:
         """Return the counts; if tensors have grown since the last place, the least of more.
 
         The threads of a process group let go of a collective's tensors a little after its wait().
         """
-        counts = kept()
+        counts = kept(keepers)
         for _ in range(_READINGS):
             if all(counts[name] <= self._last.get(name, -1) for name in ("tensors", "bytes")):
                 break
             os.sched_yield()
-            again = kept()
+            again = kept(keepers)
             counts = {name: min(count, again[name]) for name, count in counts.items()}
         self._last = counts
         return counts
 
 
-def kept() -> dict[str, int]:
+def kept(keepers: Iterable[object] = ()) -> dict[str, int]:
     """Return what is in use after garbage has been collected, without frozen objects.
+
+    Containers and tensors that ``keepers`` hold are left out.
 
     - ``tensors``: tensors that Python can reach;
     - ``bytes``: the bytes of their storages;
@@ -86,13 +90,14 @@ def kept() -> dict[str, int]:
     gc.collect()
     gc.collect()
     memory = process_state.allocated()
-    everything = gc.get_objects()
+    inside = _held_by(keepers)
+    everything = [item for item in gc.get_objects() if id(item) not in inside]
     # isinstance() would read ``__class__``, which raises for a dead weakref.proxy.
     tensors = [item for item in everything if issubclass(type(item), torch.Tensor)]
     # The collector does not know dicts of numbers and strings: their owners have to name them.
     referents = gc.get_referents(*everything)
     unknown = {id(item): item for item in referents if issubclass(type(item), (dict, bytearray))}
-    own = {id(everything), id(tensors), id(referents)}
+    own = {id(everything), id(tensors), id(referents), id(inside), *inside}
     containers = {
         id(item): item
         for item in (*everything, *unknown.values())
@@ -113,6 +118,19 @@ def kept() -> dict[str, int]:
         "files": len(process_state.files_left()),
         "memory": memory,
     }
+
+
+def _held_by(keepers: Iterable[object]) -> dict[int, object]:
+    """Return the containers and tensors that objects hold, in containers of theirs too, by id."""
+    held: dict[int, object] = {}
+    waiting = list(keepers)
+    while waiting:
+        for item in gc.get_referents(waiting.pop()):
+            if issubclass(type(item), (*_CONTAINERS, tuple, torch.Tensor)) and id(item) not in held:
+                held[id(item)] = item
+                if not issubclass(type(item), torch.Tensor):
+                    waiting.append(item)
+    return held
 
 
 def _length(container: Any) -> int:
