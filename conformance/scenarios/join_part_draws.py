@@ -60,7 +60,7 @@ class PartContext:
 def part_contexts(scenario: Scenario) -> tuple[PartContext, ...]:
     """Return the contexts.
 
-    There are 7 to 9 steps. The first of two contexts has 2 to N - 3 of them. A rank that runs out
+    There are 7 to 9 steps, N, and the first of two contexts has 2 to N - 3. A rank that runs out
     has 2 or 3 inputs, and shadows two steps or more.
     """
     draw = generator(scenario, "parts")

@@ -66,7 +66,7 @@ CLAIMS = {
         "tests.right.joins:Averages",
         worlds=WORLDS,
         kind="joinable",
-        rules=("17.18", "17.19", "17.20", "17.32"),
+        rules=("17.18", "17.19", "17.20", "17.32", "17.37", "17.38"),
     ),
 }
 SUBJECTS = REFERENCES | CLAIMS

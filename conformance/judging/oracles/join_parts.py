@@ -1,13 +1,13 @@
 """A joinable that trains the same steps in one context and in two, and values that are out of date.
 
 Out of date. A rank that has joined holds values that it no longer updates: those that its steps
-change, and its shadows leave as they are. The ranks that train know nothing of them, so that the
+change, and its shadows leave as they are. The ranks that train do not know these values, so the
 same training has to come out if the rank holds the values of a step earlier. The driver runs a
 context with uneven inputs three times, each time with a new joinable: twice as it is, and once with
 gradients, and tensors that all ranks hold alike after a join, that go back by a step after the
 first shadow. The state of the rank that trains is compared at the end of its body, to the bit, as
 far as the first two runs leave the same bits. Other tensors of one rank alone, such as a sum of its
-own inputs, may be a part of what ranks compute together, and stay as they are.
+own inputs, may belong to a result of all ranks, and stay as they are.
 
 Two contexts. Even inputs train as without a context, so that N steps in one context are the same as
 n steps in one and N - n in the next one: they are the same numbers in the same order, and are
@@ -18,7 +18,7 @@ gradients that autograd computes, the parameters after the step. The first diffe
     gradients of autograd               inputs or a loss that follow contexts: no question
     parameters after the step           another update from the same gradients
 
-A join may compute a state, and hand out a part of it: such as parameters that change in it, or any
+A join may compute a state, and hand out a part: such as parameters that change in the join, or any
 tensor that ranks do not hold alike at the end of an even body. Rates, and the seeds of random
 generators, may follow the number of contexts. None of this is judged: hyperparameters of optimizers
 show rates, and numbers among the attributes of the joinable show counts, if no optimizer has its

@@ -6,7 +6,7 @@ context shows it.
 
 In a context with uneven inputs the driver finds the tensors that the steps of a rank change, and
 its shadows leave as they are. When the same context is run again, with a new joinable, the driver
-sets some of them back by one step after the first shadow: the gradients, and the tensors that all
+sets some tensors back by one step after the first shadow: the gradients, and the tensors that all
 ranks hold alike after a join. So the rank holds the values of one that has joined a step earlier.
 """
 
@@ -238,12 +238,12 @@ class _Watch:
 
     Args:
         read: returns the tensors.
-        to_set_back: the names of those that go back by one step after the first shadow.
+        to_set_back: the names of tensors that go back by one step after the first shadow.
 
     Attributes:
         kept: the names of the tensors of floating-point numbers that the last step has changed, and
             that all shadows have left as they were.
-        went_back: the names of those that have gone back.
+        went_back: the names of tensors that have gone back.
     """
 
     def __init__(
