@@ -34,8 +34,8 @@ DISCARDED = replace(
     ACCUMULATED,
     name="optimizer_discarded",
     summary="before most steps zero_grad() of the optimizer or the model, or p.grad = None, drops "
-    "the gradients of a backward, which synchronize() has averaged before some of them; then one "
-    "parameter has no gradient",
+    "the gradients of a backward, some after synchronize() has averaged these; then one parameter "
+    "has no gradient",
     steps=("crafted",) * 12,
     variant="discarded",
 )

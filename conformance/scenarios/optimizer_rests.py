@@ -19,8 +19,8 @@ RESTS = replace(
     PLAIN,
     name="optimizer_rests",
     summary="of eight parameters seven have no gradient in many steps: for up to 300 steps in a "
-    "row, in turns, in all steps but every so many, or until their first one; three of them are "
-    "frozen then",
+    "row, in turns, in all steps but every so many, or until their first one; three are frozen "
+    "then",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),

@@ -205,7 +205,7 @@ class Synchronizes(AveragesGradients):
 
 
 class SynchronizesAnew(AveragesGradients):
-    """The same, but gradients are averaged in every call, as by Horovod, whose step() warns of it.
+    """The same, but gradients are averaged in every call, as by Horovod, whose step() warns then.
 
     A batch may be given up after ``synchronize()``: the next one is like any other.
     """

@@ -2,8 +2,8 @@
 
 No bound is needed: with the same gradients, two ranks, and the same state, a step gives the same
 bits. A wrapper that draws random numbers of its own, as for stochastic rounding, does not repeat a
-step, and is recognised by that: the second and the third pass differ too, before both of which the
-same state is loaded.
+step, and is recognised by that: the second and the third pass differ too, and both begin with a
+load of the same state.
 """
 
 from collections.abc import Iterator

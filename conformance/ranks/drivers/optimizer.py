@@ -442,7 +442,7 @@ class OptimizerDriver(RankDriver):
         self._snapshot = (values, self._state_of_all())
 
     def _go_back(self, number: int) -> None:
-        """Restore an earlier step's parameters and state, copies of which stay to be restored."""
+        """Restore an earlier step's parameters and state, and keep copies to restore again."""
         assert self._snapshot is not None
         values, state = self._snapshot
         self._fill(values)
