@@ -7,11 +7,14 @@ from conformance.judging.oracles.optimizer_calls import (
     require_own_entries,
     require_right_with_rates,
 )
+from conformance.judging.oracles.optimizer_repeats import require_repeated
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED, SAVED_CLOSED, recipient
 from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
+from conformance.scenarios.optimizer_repeats import ALL as REPEATED
+from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_states import RESTORED_RATES
 from conformance.subjects.claims import Claims
 
@@ -46,12 +49,15 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.14",
     "Its state can be restored in the same process",
-    on=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY),
-    owns=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY),
+    on=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY, *REPEATED),
+    owns=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY, *REPEATED),
+    refusable=REPEATED,
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
     remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
-    "be these, not the old ones; states of parameters that have none in the loaded state are gone",
+    "be these, not the old ones; states of parameters that have none in the loaded state are gone; "
+    "load_state_dict of torch.optim.Optimizer rounds a state in float32 to the dtype of its "
+    "parameter: put the loaded values back in their own dtype",
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
@@ -63,12 +69,20 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     restored as well. A state from the beginning, or from before some parameters were trained,
     leaves these without a state. Subjects with consolidate_state_dict() are not judged by that:
     torch's keeps such states.
+
+    In models of bfloat16 and of float16, steps that are repeated from the restored state give the
+    same bits as before: a state in float32 goes on as if it had not been saved, and so do copies of
+    parameters in float32. This holds too if a state without any moments is loaded before. An error
+    on every rank may refuse these models. Not judged are bits that differ as well if the same state
+    is loaded once more, as by random numbers.
     """
     if run.scenario.variant == RESET.variant and run.ranks[0].first("consolidates"):
         found.leaves_out(KEEPS_STATES)
         return
     require_right_with_rates(run, found)
     require_own_entries(run, found)
+    if is_repeated(run.scenario):
+        require_repeated(run, found)
 
 
 @rule(

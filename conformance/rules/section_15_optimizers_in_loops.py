@@ -69,19 +69,25 @@ def written(run: Run, claims: Claims, found: Found) -> None:
     "Optimizer.zero_grad, Module.zero_grad and torch.nn.utils.clip_grad_norm_; Horovod's "
     "backward_passes_per_step and synchronize()",
     remedy="a hook that moves a gradient into a buffer, and frees it: let p.grad be a view of the "
-    "buffer, which clipping scales, and begin anew if p.grad is another tensor; a gradient that is "
-    "sent once it is there, and not again: average in step(), or offer synchronize()",
+    "buffer, which clipping scales, and begin anew if p.grad is another tensor; the version of a "
+    "tensor, which .data does not change; a gradient that is sent once it is there, and not again: "
+    "average in step(), or offer synchronize(); a mark of averaged gradients that step() alone "
+    "takes back, although a batch that is given up has no step",
 )
 def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     """After two or three backwards a step is that on the sum of their gradients, whichever
     parameters each of them reaches; gradients that zero_grad() of the optimizer or of the model has
     dropped, or p.grad = None, count in no step. A factor by which p.grad is multiplied before the
-    step, the same on all ranks, counts.
+    step, the same on all ranks, counts, whether p.grad is multiplied in place, in p.grad.data, or
+    is replaced by the product.
 
     The steps, and the parameters of each backward, are drawn from the session's seed. Of a backward
     that is dropped, one parameter has no gradient in the step that follows, and stays as it is. An
     error on every rank may refuse several backwards, or gradients that are dropped. If an optimizer
     has synchronize() and skip_synchronize(), as Horovod's, the first is called before gradients are
-    scaled, and the step is within the second.
+    scaled, and the step is within the second. Of some backwards that are dropped, synchronize() has
+    averaged the gradients, if an optimizer has it, and skip_synchronize() may have been entered
+    without a step: the gradients of the next batch are averaged too, by its synchronize() or by
+    step().
     """
     require_right(run, found)

@@ -28,6 +28,7 @@ from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
 from conformance.scenarios.optimizer_loops import AUTOCAST, AUTOCAST_HALF
+from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM
 from conformance.scenarios.optimizer_states import SCALED, USERS
 from conformance.scenarios.optimizer_training import (
     ADAGRAD,
@@ -47,6 +48,7 @@ from conformance.scenarios.optimizer_training import (
     TWO_GROUPS,
     averages_gradients,
     plan_of,
+    wrapped_class,
 )
 from conformance.scenarios.probes_of_kinds import OPTIMIZER as PROBE
 from conformance.subjects.claims import Claims
@@ -141,20 +143,34 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.24",
-    "A rank may have no gradient",
-    on=(EMPTY,),
-    owns=(EMPTY,),
+    "A rank may have no gradient, and a parameter none for many steps",
+    on=(EMPTY, RESTS, RESTS_OF_ADAM),
+    owns=(EMPTY, RESTS, RESTS_OF_ADAM),
     needs=("15.9",),
     since="1.2",
-    source="empty batches on one rank; fine-tuning, which freezes and unfreezes layers",
-    remedy="a step that returns early without gradients; a list of parameters that is made once",
+    source="empty batches on one rank; fine-tuning, which freezes and unfreezes layers; mixtures "
+    "of experts; torch.optim, which keeps the state of a parameter without a gradient, and counts "
+    "the steps of each parameter",
+    remedy="a step that returns early without gradients; a list of parameters that is made once; "
+    "the state of a parameter that is dropped after some steps without a gradient, or while it is "
+    "frozen; one count of steps for a group of parameters",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
-    in averages; a frozen parameter is not stepped, and an unfrozen one is.
+    in averages; a frozen parameter is not stepped, and an unfrozen one is. After many steps without
+    a gradient a parameter goes on from its own state.
+
+    One whose first gradient comes late begins as in a first step. The optimizer is SGD with
+    momentum, and Adam or AdamW. For 260 to 300 steps in a row a parameter has no gradient, and
+    another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
+    alone, and two are trained from the 20th to 250th step on. The numbers and the parameters are
+    drawn from the session's seed.
 
     Without an averager and without the claim ``averages`` all ranks have the same gradients.
     """
+    if wrapped_class(run.scenario) != "SGD" and not construction(run)["takes_any"]:
+        found.leaves_out(f"rests of parameters are judged with SGD alone: {NO_OPTIMIZER}")
+        return
     require_right(run, found)
 
 

@@ -5,13 +5,14 @@ Gradients of several backwards add up in ``p.grad``, which may be scaled before 
 clipping. ``zero_grad()`` of the optimizer or the model, or ``p.grad = None``, drops those of
 a backward whose step is given up. A parameter whose gradients are zeros on all ranks is stepped,
 with its momentum, while one without a gradient is not (torch documentation,
-``torch.autograd.backward`` and ``torch.optim.Optimizer.zero_grad``). All numbers are drawn from the
-session's seed.
+``torch.autograd.backward`` and ``torch.optim.Optimizer.zero_grad``). If an optimizer averages
+gradients by ``synchronize()``, as Horovod's does, a batch may be given up after that: the next
+batch's gradients are averaged all the same. All numbers are drawn from the session's seed.
 """
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import PLAIN, START, UNUSED
@@ -22,7 +23,8 @@ ACCUMULATED = replace(
     PLAIN,
     name="optimizer_accumulated",
     summary="some steps come after two or three backwards, whose gradients add up; each has "
-    "gradients of other parameters; before some steps p.grad is scaled, as by clipping",
+    "gradients of other parameters; before some steps p.grad is scaled, as by clipping, in place, "
+    "in .data or by another tensor",
     steps=("crafted",) * 8,
     world_sizes=(2,),
     variant="accumulated",
@@ -31,8 +33,10 @@ ACCUMULATED = replace(
 DISCARDED = replace(
     ACCUMULATED,
     name="optimizer_discarded",
-    summary="before some steps zero_grad() of the optimizer or the model, or p.grad = None, drops "
-    "the gradients of a backward; then one parameter has no gradient",
+    summary="before most steps zero_grad() of the optimizer or the model, or p.grad = None, drops "
+    "the gradients of a backward, some after synchronize() has averaged these; then one parameter "
+    "has no gradient",
+    steps=("crafted",) * 12,
     variant="discarded",
 )
 
@@ -41,15 +45,21 @@ ALL = (ACCUMULATED, DISCARDED)
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.
 DROPPED = START + 100
 
-# The ways in which gradients are dropped, each before another step.
+# The ways in which gradients are dropped.
 BY_OPTIMIZER = "optimizer.zero_grad()"
 BY_MODEL = "model.zero_grad()"
 BY_NONE = "p.grad = None"
-_WAYS = (BY_OPTIMIZER, BY_MODEL, BY_NONE)
+WAYS = (BY_OPTIMIZER, BY_MODEL, BY_NONE)
+
+# The ways in which gradients are multiplied. The second one does not change a tensor's version.
+IN_PLACE = "p.grad.mul_(factor)"
+IN_DATA = "p.grad.data.mul_(factor)"
+NEW_TENSOR = "p.grad = p.grad * factor"
+SCALINGS = (IN_PLACE, IN_DATA, NEW_TENSOR)
 
 # The factors of the gradients in steps of two, one and three backwards, by places in the drawn
 # order of steps; powers of two, so that products are exact.
-_FACTORS = {0: 0.5, 1: 2.0, 2: 0.25}
+_FACTORS = {0: 0.5, 1: 2.0, 2: 0.25, 3: 0.5, 4: 2.0, 5: 0.25}
 
 # All shares of a gradient are powers of two, so that every partial sum is exact.
 _SHARES = {1: (1.0,), 2: (0.5, 0.5), 3: (0.25, 0.5, 0.25)}
@@ -92,30 +102,75 @@ def _place_of(scenario: Scenario, step: int) -> int:
     return order.index(step)
 
 
-def discards(scenario: Scenario, step: int) -> bool:
-    """Whether the gradients of a backward are dropped before those of a step come."""
-    return scenario.variant == DISCARDED.variant and step in _discarding(scenario)
+def scaling_of(scenario: Scenario, step: int) -> str:
+    """Return how gradients are multiplied before a step.
+
+    Each way comes before a step of one backward, and before a step of several.
+    """
+    place = _place_of(scenario, step)
+    ways = generator(scenario, f"scalings {place % 2}").sample(SCALINGS, len(SCALINGS))
+    return ways[place // 2]
 
 
-def way_of(scenario: Scenario, step: int) -> str:
-    """Return how gradients are dropped before a step."""
-    ways = generator(scenario, "ways").sample(_WAYS, len(_WAYS))
-    return ways[list(_discarding(scenario)).index(step)]
+@dataclass(frozen=True)
+class Drop:
+    """The gradients of a backward that are dropped before those of a step come.
+
+    Attributes:
+        way: how they are dropped.
+        left_out: the parameter that has no gradient in the step.
+        is_averaged: whether ``synchronize()`` averages the gradients before they are dropped, if
+            the optimizer has it, as in a loop that looks at the norm of the mean gradient.
+        enters: whether ``skip_synchronize()`` is entered then, and left without a step, as by a
+            GradScaler that skips it.
+        averages_after: whether the step that follows is within ``skip_synchronize()``, after a
+            ``synchronize()`` of its own.
+    """
+
+    way: str
+    left_out: int
+    is_averaged: bool
+    enters: bool
+    averages_after: bool
+
+
+def drop_before(scenario: Scenario, step: int) -> Drop | None:
+    """Return the gradients that are dropped before a step, if some are."""
+    if scenario.variant != DISCARDED.variant:
+        return None
+    return _drops(scenario).get(step)
+
+
+def averages_first(scenario: Scenario, step: int) -> bool:
+    """Whether ``synchronize()`` averages gradients before a step, if the optimizer has it."""
+    drop = drop_before(scenario, step)
+    return factor_of(scenario, step) != 1 or (drop is not None and drop.averages_after)
 
 
 def is_left_out(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter has no gradient in a step, after those of a backward were dropped."""
-    return discards(scenario, step) and _discarding(scenario)[step] == index
+    drop = drop_before(scenario, step)
+    return drop is not None and drop.left_out == index
 
 
-def _discarding(scenario: Scenario) -> dict[int, int]:
-    """Return the parameter without a gradient, by the steps before which gradients are dropped.
+def _drops(scenario: Scenario) -> Mapping[int, Drop]:
+    """Return the dropped gradients, by the step before which they are.
 
-    One of the steps is the first, in which no parameter has a state.
+    One of the steps is the first, in which no parameter has a state. Gradients are dropped in each
+    way three times: twice after they were averaged, with each form of the next step, and once
+    before.
     """
     draw = generator(scenario, "discards")
-    steps = (0, *draw.sample(range(1, len(scenario.steps)), 2))
-    return {step: draw.randrange(len(scenario.params)) for step in steps}
+    forms = [(way, *form) for way in WAYS for form in ((True, True), (True, False), (False, False))]
+    draw.shuffle(forms)
+    steps = (0, *draw.sample(range(1, len(scenario.steps)), len(forms) - 1))
+    entered = draw.randrange(2)
+    drops = {}
+    for step, (way, is_averaged, averages_after) in zip(steps, forms, strict=True):
+        left_out = draw.randrange(len(scenario.params))
+        enters = is_averaged and (WAYS.index(way) + averages_after) % 2 == entered
+        drops[step] = Drop(way, left_out, is_averaged, enters, averages_after)
+    return drops
 
 
 def _let_rest(scenario: Scenario, numbers: random.Random) -> Scenario:

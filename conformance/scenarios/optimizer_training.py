@@ -1,9 +1,8 @@
 """The scenarios for optimizer wrappers as training uses them: sizes, options, values and models.
 
-Their numbers are drawn from the session's seed (``drawn_setting``, and
-``subjects/kinds/optimizer.py``). Functions below decide which rank has a gradient; the ranks that
-run a scenario and the rules that judge it both call them. ``place`` is a rank's number within its
-group.
+Their numbers are drawn from the session's seed (``plan_of``, and ``subjects/kinds/optimizer.py``).
+``optimizer_gradients.py`` decides which rank has a gradient. The ranks that run a scenario and the
+rules that judge it both call these functions.
 """
 
 import random
@@ -15,7 +14,6 @@ from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.interrupts import ERROR, drawn_interrupts
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
-from conformance.scenarios.optimizer_backwards import is_left_out
 from conformance.scenarios.optimizer_loops import (
     AUTOCAST,
     RENEWED,
@@ -23,9 +21,10 @@ from conformance.scenarios.optimizer_loops import (
     WRITTEN,
     renewed,
     reset,
-    trained_late,
     written,
 )
+from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16, repeated
+from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, setting_of_rests
 from conformance.scenarios.optimizer_states import (
     RESTORED_RATES,
     SCALED,
@@ -197,6 +196,7 @@ _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
     *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
+    *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
 )
 
 
@@ -204,7 +204,7 @@ def wrapped_class(scenario: Scenario) -> str:
     """Return the name of the class that the subject wraps, in torch.optim or the user's own."""
     if scenario.variant == USERS.variant:
         return USER_OPTIMIZER
-    if scenario.variant == RESTORED_RATES.variant:
+    if scenario.variant in (RESTORED_RATES.variant, RESTS_OF_ADAM.variant):
         return generator(scenario, "class").choice(("Adam", "AdamW"))
     return _OTHERS.get(scenario.variant, "Adam" if scenario.variant in ADAM else "SGD")
 
@@ -236,33 +236,6 @@ def raised_before(scenario: Scenario, step: int) -> str:
     names = (ERROR, *drawn_interrupts(scenario))
     steps = numbers.sample(range(len(scenario.steps)), len(names))
     return dict(zip(steps, names, strict=True)).get(step, "")
-
-
-def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether a parameter requires no gradient at a step."""
-    if scenario.variant == RESET.variant:
-        first_step, late = trained_late(scenario)
-        return index in late and step < first_step
-    if scenario.variant != "empty":
-        return False
-    changed = step >= random.Random(f"{scenario.session_seed}/frozen").randint(2, 8)
-    return (index == FROZEN and changed) or (index == UNFROZEN and not changed)
-
-
-def lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether no rank has a gradient for a parameter at a step, although it requires one."""
-    if scenario.variant != SCALED.variant:
-        return is_left_out(scenario, step, index)
-    scaling = plan_of(scenario).scaling
-    return scaling is not None and scaling.lacking.get(step) == index
-
-
-def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
-    """Whether a rank has no gradient at all at a step; in about two of three steps one has none."""
-    if scenario.variant != "empty":
-        return False
-    draw = random.Random(f"{scenario.session_seed}/empty/{step}")
-    return place == draw.randrange(3 * size) % (2 * size)
 
 
 def plan_of(scenario: Scenario) -> Setting:
@@ -314,6 +287,10 @@ def _plan_of(scenario: Scenario) -> Setting:
             return written(scenario)
         case RESET.variant:
             return reset(scenario)
+        case RESTS.variant | RESTS_OF_ADAM.variant:
+            return setting_of_rests(scenario, wrapped_class(scenario))
+        case REPEATED_BFLOAT16.variant:
+            return repeated(scenario)
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":

@@ -204,6 +204,132 @@ class Synchronizes(AveragesGradients):
         return loss
 
 
+class SynchronizesAnew(AveragesGradients):
+    """The same, but gradients are averaged in every call, as by Horovod, whose step() warns then.
+
+    A batch may be given up after ``synchronize()``: the next one is like any other.
+    """
+
+    skips = False
+
+    def synchronize(self) -> None:
+        average_gradients(self.param_groups, self.group, self._divided)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        self.skips = True
+        try:
+            yield
+        finally:
+            self.skips = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.skips:
+            self.synchronize()
+        self.optim.step()
+        return loss
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class InFloat32(torch.optim.Optimizer):
+    """SGD on averaged gradients. Weights in half precision have copies and momenta in float32."""
+
+    def __init__(
+        self,
+        params: Any,
+        process_group: Any = None,
+        *,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.group = process_group
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        size = dist.get_world_size(self.group)
+        average_gradients(self.param_groups, self.group, lambda grad: grad / size)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+        return loss
+
+    def _step(self, parameter: torch.Tensor, grad: torch.Tensor, options: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        is_half = parameter.dtype in HALVES
+        weight = self._weight(parameter) if is_half else parameter
+        grad = grad.to(weight.dtype).add(weight, alpha=options["weight_decay"])
+        if options["momentum"]:
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].mul_(options["momentum"]).add_(grad)
+            else:
+                state["momentum_buffer"] = grad.clone()
+            grad = state["momentum_buffer"]
+        weight.add_(grad, alpha=-options["lr"])
+        if is_half:
+            state["weight"] = weight
+            parameter.copy_(weight)
+
+    def _weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a weight, with the elements that were written since the last step."""
+        weight = self.state[parameter].get("weight")
+        if weight is None:
+            return parameter.float()
+        return torch.where(weight.to(parameter.dtype) == parameter, weight, parameter.float())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, kept in state_dict["state"].items():
+            for name, value in kept.items():
+                self.state[every[number]][name] = self.put_back(every[number], name, value)
+
+    def put_back(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a loaded tensor of a parameter's state, in the dtype in which it was saved."""
+        return value.clone()
+
+
+class StowsIdleStates(Delegates):
+    """A wrapper that puts away the state of a parameter without a gradient, until it has one."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self.stowed: dict[torch.Tensor, Any] = {}
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._bring_back()
+        loss = super().step(*args, **kwargs)
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None and parameter in self._inner.state:
+                    self.stowed[parameter] = self._inner.state.pop(parameter)
+        return loss
+
+    def _bring_back(self) -> None:
+        self._inner.state.update(self.stowed)
+        self.stowed.clear()
+
+    def state_dict(self) -> list[Any]:
+        self._bring_back()
+        return super().state_dict()
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        self.stowed.clear()
+        super().load_state_dict(state)
+
+
 def of_its_own_class(
     optim: torch.optim.Optimizer, process_group: Any, *, marks: bool = True
 ) -> torch.optim.Optimizer:
@@ -337,6 +463,9 @@ RIGHT = [
     Right("KeepsInBuffers", "averages", kind="optimizer"),
     Right("Synchronizes", "averages", kind="optimizer"),
     Right("OneBackward", "averages", kind="optimizer"),
+    Right("SynchronizesAnew", "averages", kind="optimizer"),
+    Right("InFloat32", "averages", kind="optimizer"),
+    Right("StowsIdleStates", kind="optimizer"),
     Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),

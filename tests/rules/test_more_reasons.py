@@ -14,10 +14,13 @@ from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
+from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16
+from conformance.scenarios.optimizer_rests import RESTS_OF_ADAM
+from conformance.scenarios.optimizer_training import plan_of
 from tests.judging.oracles import test_join as joins
 from tests.made_runs import event, made_run
 from tests.rules.test_messages_of_averagers import averaged
-from tests.rules.test_messages_of_optimizers import stepped
+from tests.rules.test_messages_of_optimizers import changed, stepped
 from tests.rules.test_reasons import FUSED, reasons
 
 Make = Callable[[], Run]
@@ -67,6 +70,23 @@ def neither_means_nor_sums() -> Run:
     return run
 
 
+def repeated_otherwise() -> Run:
+    """Return a run of an optimizer whose last repeated steps differ from those before by a bit."""
+    run = stepped(REPEATED_BFLOAT16)
+    for rank in run.ranks:
+        for name, values in rank.tensors.items():
+            rank.tensors[name] = values.bfloat16()
+    last = plan_of(REPEATED_BFLOAT16).again[0]
+    run.ranks[0].tensors[f"{last}/parameter/p1"][2] *= 1 + 2**-7
+    return run
+
+
+def short_rests() -> Run:
+    """Return a run of an optimizer around which no Adam fits, in three steps."""
+    run = stepped(replace(RESTS_OF_ADAM, steps=RESTS_OF_ADAM.steps[:3]))
+    return changed(run, "made", takes_any=False)
+
+
 NONE_YET = {"unused": True, "started": 0}
 IN_POST_HOOKS = next(scenario for scenario in JOINABLE if scenario.fault.in_post_hooks)
 
@@ -89,6 +109,20 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "",
             "states from before parameters were trained are not restored: it has "
             "consolidate_state_dict(), and torch's optimizer that has it keeps later ones",
+        ),
+        (
+            "15.14",
+            repeated_otherwise,
+            "",
+            "bits after a load are not judged: steps from one loaded state differ, as with random "
+            "numbers of its own",
+        ),
+        (
+            "15.24",
+            short_rests,
+            "",
+            "rests of parameters are judged with SGD alone: it takes neither an optimizer nor a "
+            "class of optimizers",
         ),
         (
             "15.39",

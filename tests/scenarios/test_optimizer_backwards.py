@@ -5,15 +5,15 @@ from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import PLAIN, UNUSED
 from conformance.scenarios.optimizer_backwards import (
     ACCUMULATED,
-    BY_MODEL,
-    BY_NONE,
-    BY_OPTIMIZER,
     DISCARDED,
-    discards,
+    SCALINGS,
+    WAYS,
+    averages_first,
+    drop_before,
     factor_of,
     is_left_out,
+    scaling_of,
     shares,
-    way_of,
 )
 from conformance.scenarios.resting_parameter import rests
 
@@ -35,30 +35,37 @@ def test_shares_of_a_gradient_add_up_to_it() -> None:
         assert sorted(counts) == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
-def test_gradients_are_scaled_after_one_backward_and_after_several() -> None:
+def test_gradients_are_scaled_in_each_way_after_one_backward_and_after_several() -> None:
     for seed in SEEDS:
         scenario = drawn(ACCUMULATED, seed)
         scaled = [s for s in range(len(scenario.steps)) if factor_of(scenario, s) != 1]
-        assert sorted(len(shares(scenario, step, 0)) for step in scaled) == [1, 2, 3]
+        forms = sorted(
+            (len(shares(scenario, step, 0)) > 1, scaling_of(scenario, step)) for step in scaled
+        )
+        assert forms == sorted((several, way) for several in (False, True) for way in SCALINGS)
 
 
 def test_other_scenarios_have_one_backward() -> None:
     assert shares(drawn(PLAIN, 3), 2, 1) == (1.0,)
     assert {factor_of(drawn(DISCARDED, 3), step) for step in range(8)} == {1.0}
-    assert not discards(drawn(ACCUMULATED, 3), 0)
+    assert drop_before(drawn(ACCUMULATED, 3), 0) is None
 
 
-def test_gradients_are_dropped_before_three_steps() -> None:
+def test_gradients_are_dropped_in_each_way_averaged_and_not() -> None:
     for seed in SEEDS:
         scenario = drawn(DISCARDED, seed)
-        steps = [step for step in range(len(scenario.steps)) if discards(scenario, step)]
-        assert len(steps) == 3
-        assert steps[0] == 0
-        ways = {way_of(scenario, step) for step in steps}
-        assert ways == {BY_OPTIMIZER, BY_MODEL, BY_NONE}
-        for step in range(len(scenario.steps)):
+        steps = range(len(scenario.steps))
+        drops = {step: drop for step in steps if (drop := drop_before(scenario, step))}
+        assert 0 in drops
+        forms = {(drop.way, drop.is_averaged, drop.averages_after) for drop in drops.values()}
+        after = ((True, True), (True, False), (False, False))
+        assert forms == {(way, *form) for way in WAYS for form in after}
+        assert {drop.enters for drop in drops.values() if drop.is_averaged} == {True, False}
+        for step in steps:
+            drop = drops.get(step)
             left_out = [is_left_out(scenario, step, i) for i in range(len(scenario.params))]
-            assert sum(left_out) == (step in steps)
+            assert sum(left_out) == (drop is not None)
+            assert averages_first(scenario, step) == (drop is not None and drop.averages_after)
 
 
 def test_a_parameter_that_rests_has_had_a_gradient_on_every_rank() -> None:

@@ -39,15 +39,13 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
-from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import START
 from conformance.scenarios.optimizer_backwards import factor_of
+from conformance.scenarios.optimizer_gradients import first_kind, has_gradient
+from conformance.scenarios.optimizer_repeats import source_step
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
-    is_empty,
     is_exact,
-    is_frozen,
-    lacks_gradient,
     plan_of,
     wrapped_class,
 )
@@ -139,10 +137,9 @@ def _group_of_model(run: Run, rank: int, model: int) -> tuple[int, ...]:
 def _local_optimizer(run: Run, rank: int, model: int) -> LocalOptimizer:
     """Return a rank's optimizer of a model before the first step."""
     group = _group_of_model(run, rank, model)
-    kind = "zero_all" if run.scenario.variant in ("dtypes", "special") else "crafted"
     specs = run.scenario.params
     values = [
-        fed(kind, spec, len(group), group[0], START + model, index)
+        fed(first_kind(run.scenario), spec, len(group), group[0], START + model, index)
         for index, spec in enumerate(specs)
     ]
     dtypes = [getattr(torch, spec.dtype) for spec in specs]
@@ -161,7 +158,7 @@ def _steps_of_group(
     saved = (count, {rank: o.saved() for rank, o in of_ranks.items()}, options.saved())
     right = {}
     for step in range(len(run.scenario.steps)):
-        if step == restored_before:
+        if step in (restored_before, *plan.again):
             count = saved[0]
             for rank, state in saved[1].items():
                 of_ranks[rank].restore(state)
@@ -424,8 +421,9 @@ def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
     if has_own:
         own = _fed_gradient(run, group, group.index(rank), step, index)
         return own * factor_of(scenario, step)
-    source = special_source(scenario, step, 0, 1)
-    return fed(_kind_of(run, step, index), spec, size, group[source], step, index)
+    source = group[special_source(scenario, step, 0, 1)]
+    step = source_step(scenario, step)
+    return fed(_kind_of(run, step, index), spec, size, source, step, index)
 
 
 def _clipped(run: Run, grad: torch.Tensor, step: int) -> torch.Tensor:
@@ -438,13 +436,7 @@ def _clipped(run: Run, grad: torch.Tensor, step: int) -> torch.Tensor:
 
 def _uses(run: Run, place: int, step: int, index: int) -> bool:
     """Return whether the rank in a place has a gradient for a parameter."""
-    scenario = run.scenario
-    size = len(run.group(0))
-    if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
-        return False
-    if lacks_gradient(scenario, step, index):
-        return False
-    return scenario.variant != "unused" or uses(size, place, step, index)
+    return has_gradient(run.scenario, len(run.group(0)), place, step, index)
 
 
 def has_own_gradient(run: Run, rank: int, step: int, index: int) -> bool:
@@ -467,6 +459,7 @@ def _fed_gradient(
     spec = scenario.params[index]
     kind = _kind_of(run, step, index)
     rank = group[special_source(scenario, step, place, len(group))]
+    step = source_step(scenario, step)
     if kind == "limit":
         return values_of(Source(kind, rank, step), spec, len(group), index).reshape(-1).double()
     return fed(kind, spec, len(group), rank, step, index)

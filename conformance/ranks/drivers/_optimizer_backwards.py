@@ -14,10 +14,14 @@ from conformance.scenarios.optimizer_backwards import (
     BY_NONE,
     BY_OPTIMIZER,
     DROPPED,
-    discards,
+    IN_DATA,
+    NEW_TENSOR,
+    Drop,
+    averages_first,
+    drop_before,
     factor_of,
+    scaling_of,
     shares,
-    way_of,
 )
 
 
@@ -43,8 +47,8 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
         grads: the gradients, None for a parameter that has none.
     """
     scenario = driver.scenario
-    if discards(scenario, step):
-        _drop_gradients(driver, step)
+    if drop := drop_before(scenario, step):
+        _drop_gradients(driver, step, drop)
     parts = [shares(scenario, step, index) for index in range(len(grads))]
     for of_backward in zip(*parts, strict=True):
         some = [
@@ -54,34 +58,42 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
         if any(grad is not None for grad in some):
             with driver.doing("backward"):
                 driver.model(some).backward()
-    _scale_gradients(driver, factor_of(scenario, step))
+    if averages_first(scenario, step) and _synchronizes(driver.optimizer):
+        with driver.doing("synchronize"):
+            driver.optimizer.synchronize()
+    if (factor := factor_of(scenario, step)) != 1:
+        _scale_gradients(driver, factor, scaling_of(scenario, step))
 
 
 def without_average(driver: Training, step: int) -> Any:
     """Return the context of a step whose gradients ``synchronize()`` has averaged, if it has."""
-    is_averaged = factor_of(driver.scenario, step) != 1 and _synchronizes(driver.optimizer)
+    is_averaged = averages_first(driver.scenario, step) and _synchronizes(driver.optimizer)
     return driver.optimizer.skip_synchronize() if is_averaged else contextlib.nullcontext()
 
 
 def _synchronizes(optimizer: Any) -> bool:
     """Whether gradients are averaged by a method, before they are clipped, as Horovod's are."""
-    names = ("synchronize", "skip_synchronize")
-    return all(callable(getattr(optimizer, name, None)) for name in names)
+    return _offers(optimizer, "synchronize") and _offers(optimizer, "skip_synchronize")
 
 
-def _scale_gradients(driver: Training, factor: float) -> None:
+def _offers(optimizer: Any, method: str) -> bool:
+    return callable(getattr(optimizer, method, None))
+
+
+def _scale_gradients(driver: Training, factor: float, way: str) -> None:
     """Multiply gradients by a factor that is the same on all ranks, as clipping does."""
-    if factor == 1:
-        return
-    if _synchronizes(driver.optimizer):
-        with driver.doing("synchronize"):
-            driver.optimizer.synchronize()
     for parameter in driver.params:
-        if parameter.grad is not None:
+        if parameter.grad is None:
+            continue
+        if way == NEW_TENSOR:
+            parameter.grad = parameter.grad * factor
+        elif way == IN_DATA:
+            parameter.grad.data.mul_(factor)
+        else:
             parameter.grad.mul_(factor)
 
 
-def _drop_gradients(driver: Training, step: int) -> None:
+def _drop_gradients(driver: Training, step: int, drop: Drop) -> None:
     """Run a backward whose step is given up: its gradients are dropped."""
     specs = driver.scenario.params
     dropped: list[torch.Tensor | None] = [
@@ -90,13 +102,19 @@ def _drop_gradients(driver: Training, step: int) -> None:
     ]
     with driver.doing("backward"):
         driver.model(dropped).backward()
-    way = way_of(driver.scenario, step)
+    if drop.is_averaged and _offers(driver.optimizer, "synchronize"):
+        with driver.doing("synchronize"):
+            driver.optimizer.synchronize()
+    if drop.enters and _synchronizes(driver.optimizer):
+        with driver.doing("skip_synchronize"), driver.optimizer.skip_synchronize():
+            # A GradScaler that finds an overflow leaves out the step.
+            pass
     with driver.doing("zero_grad"):
-        if way == BY_OPTIMIZER:
+        if drop.way == BY_OPTIMIZER:
             driver.optimizer.zero_grad()
-        elif way == BY_MODEL:
+        elif drop.way == BY_MODEL:
             driver.model.zero_grad()
     for parameter in driver.params:
         # Zeros are as good as none (15.8), but a parameter with zeros is stepped.
-        if parameter.grad is not None and (way == BY_NONE or not parameter.grad.any()):
+        if parameter.grad is not None and (drop.way == BY_NONE or not parameter.grad.any()):
             parameter.grad = None

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_backwards import run_backwards, without_average
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
-from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
+from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
 from conformance.ranks.drivers._optimizer_writes import renew, write
@@ -26,11 +26,12 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.closure_losses import loss_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting, Write, recipient
+from conformance.scenarios.optimizer_gradients import first_kind, has_gradient, is_frozen
 from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
+from conformance.scenarios.optimizer_repeats import source_step
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_closed,
-    is_frozen,
     plan_of,
     raised_before,
     wrapped_class,
@@ -138,6 +139,7 @@ class OptimizerDriver(RankDriver):
             self._load_state(source["state"])
         if self.setting.back[0] > self.setting.back[1] == -1:
             self._take_snapshot()
+        self._first_state = self._state_of_all() if self.setting.again else None
         if self.consolidates:
             self.recorder.event("consolidates")
 
@@ -151,8 +153,8 @@ class OptimizerDriver(RankDriver):
             setattr(self, name, value)
         self.begin_step(number, kind)
         self._set_frozen(number)
-        if number == self.setting.back[0]:
-            self._go_back()
+        if number in (self.setting.back[0], *self.setting.again):
+            self._go_back(number)
         if number == self.setting.added:
             # Its parameters can be read once, as those of model.head.parameters().
             group = self._construction.group(-1)
@@ -304,7 +306,8 @@ class OptimizerDriver(RankDriver):
         spec = self.scenario.params[index]
         if kind == "limit" and spec.dtype != "float16":
             kind = "crafted"
-        values = values_of(Source(kind, rank, number), spec, self.size, index).to(self.device)
+        source = Source(kind, rank, source_step(self.scenario, number))
+        values = values_of(source, spec, self.size, index).to(self.device)
         return self._laid_out(index, values)
 
     def _skip_batch(self, name: str) -> None:
@@ -403,13 +406,9 @@ class OptimizerDriver(RankDriver):
             parameter.copy_(value)
 
     def _first_values(self, number: int) -> list[torch.Tensor]:
-        """Return the first values of a model's parameters, on all ranks.
-
-        They are zeros if dtypes differ, so that steps are exact in all of them.
-        """
-        kind = "zero_all" if self.scenario.variant in ("dtypes", "special") else "crafted"
+        """Return the first values of a model's parameters, on all ranks."""
         return [
-            self.values(kind, START + number, index, self._ranks[0])
+            self.values(first_kind(self.scenario), START + number, index, self._ranks[0])
             for index in range(len(self.scenario.params))
         ]
 
@@ -442,12 +441,14 @@ class OptimizerDriver(RankDriver):
         values = [parameter.detach().clone() for parameter in self.params]
         self._snapshot = (values, self._state_of_all())
 
-    def _go_back(self) -> None:
-        """Restore an earlier step's parameters and state."""
+    def _go_back(self, number: int) -> None:
+        """Restore an earlier step's parameters and state, and keep copies to restore again."""
         assert self._snapshot is not None
         values, state = self._snapshot
         self._fill(values)
-        self._load_state(state)
+        if number in self.setting.again[-1:]:
+            self._load_state(copy.deepcopy(self._first_state))
+        self._load_state(copy.deepcopy(state))
 
     def _load_state(self, state: Any) -> None:
         with self.doing("load_state_dict"):

@@ -51,6 +51,8 @@ from conformance.scenarios.optimizer import (
 )
 from conformance.scenarios.optimizer_backwards import ALL as OF_BACKWARDS
 from conformance.scenarios.optimizer_loops import ALL as OF_LOOPS
+from conformance.scenarios.optimizer_repeats import ALL as REPEATED
+from conformance.scenarios.optimizer_rests import ALL as OF_RESTS
 from conformance.scenarios.optimizer_states import ALL as OF_STATES
 from conformance.scenarios.optimizer_training import (
     ALL,
@@ -134,6 +136,8 @@ OPTIMIZER = Kind(
         *OF_STATES,
         *OF_LOOPS,
         *OF_BACKWARDS,
+        *REPEATED,
+        *OF_RESTS,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,

@@ -1,0 +1,75 @@
+"""The gradients of optimizer wrappers: which rank has one for a parameter, at which step.
+
+The ranks that run a scenario and the rules that judge it both call these functions. ``place`` is a
+rank's number within its group.
+"""
+
+import random
+
+from conformance.scenarios.gradients import uses
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.optimizer import UNUSED
+from conformance.scenarios.optimizer_backwards import is_left_out
+from conformance.scenarios.optimizer_loops import RESET, trained_late
+from conformance.scenarios.optimizer_repeats import is_repeated
+from conformance.scenarios.optimizer_rests import rests, rests_at
+from conformance.scenarios.optimizer_states import SCALED
+from conformance.scenarios.optimizer_training import EMPTY, FROZEN, UNFROZEN, plan_of
+
+
+def first_kind(scenario: Scenario) -> str:
+    """Return the kind of the first values of parameters.
+
+    They are zeros if dtypes differ, so that steps are exact in all of them, or if steps are
+    repeated, so that small differences show in half precision.
+    """
+    is_zero = scenario.variant in ("dtypes", "special") or is_repeated(scenario)
+    return "zero_all" if is_zero else "crafted"
+
+
+def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a parameter requires no gradient at a step."""
+    if rests(scenario):
+        return rests_at(scenario, step, index, frozen=True)
+    if scenario.variant == RESET.variant:
+        first_step, late = trained_late(scenario)
+        return index in late and step < first_step
+    if scenario.variant != EMPTY.variant:
+        return False
+    changed = step >= random.Random(f"{scenario.session_seed}/frozen").randint(2, 8)
+    return (index == FROZEN and changed) or (index == UNFROZEN and not changed)
+
+
+def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
+    """Whether a rank has a gradient for a parameter.
+
+    Args:
+        size: of the rank's group.
+        place: of the rank in its group; None for any rank of the group.
+    """
+    if is_frozen(scenario, step, index) or _lacks_gradient(scenario, step, index):
+        return False
+    places = range(size) if place is None else (place,)
+    return any(
+        not is_empty(scenario, step, other, size)
+        and (scenario.variant != UNUSED.variant or uses(size, other, step, index))
+        for other in places
+    )
+
+
+def _lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether no rank has a gradient for a parameter at a step, although it requires one."""
+    if rests(scenario):
+        return rests_at(scenario, step, index, frozen=False)
+    if scenario.variant != SCALED.variant:
+        return is_left_out(scenario, step, index)
+    scaling = plan_of(scenario).scaling
+    return scaling is not None and scaling.lacking.get(step) == index
+
+
+def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
+    """Whether a rank has no gradient at all at a step; in about two of three steps one has none."""
+    if scenario.variant != EMPTY.variant:
+        return False
+    draw = random.Random(f"{scenario.session_seed}/empty/{step}")
+    return place == draw.randrange(3 * size) % (2 * size)

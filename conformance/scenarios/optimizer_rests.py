@@ -1,0 +1,127 @@
+"""Scenarios for optimizer wrappers: parameters that have no gradient for many steps in a row.
+
+Layers are frozen in turns, an expert of a mixture is seldom used, a schedule trains a layer late.
+torch.optim keeps the state of a parameter that has no gradient, however long that lasts, and Adam's
+count of steps is each parameter's own. All numbers are drawn from the session's seed.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.optimizer import PLAIN, Setting
+from conformance.scenarios.seeds import generator
+
+RESTS = replace(
+    PLAIN,
+    name="optimizer_rests",
+    summary="of eight parameters seven have no gradient in many steps: for up to 300 steps in a "
+    "row, in turns, in all steps but every so many, or until their first one; three are frozen "
+    "then",
+    params=(
+        *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
+        *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
+    ),
+    steps=("normal",) * 350,
+    world_sizes=(2,),
+    variant="rests",
+)
+
+RESTS_OF_ADAM = replace(
+    RESTS,
+    name="optimizer_rests_of_adam",
+    summary="the same with Adam or AdamW",
+    variant="rests_of_adam",
+)
+
+ALL = (RESTS, RESTS_OF_ADAM)
+_VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The steps in which a parameter has no gradient on any rank.
+
+    Attributes:
+        steps: these steps.
+        is_frozen: whether the parameter requires no gradient then.
+    """
+
+    steps: frozenset[int]
+    is_frozen: bool
+
+
+def rests(scenario: Scenario) -> bool:
+    """Whether parameters of a scenario rest."""
+    return scenario.variant in _VARIANTS
+
+
+def rests_at(scenario: Scenario, step: int, index: int, *, frozen: bool) -> bool:
+    """Whether a parameter rests at a step, and is frozen then or is not."""
+    rest = _plan(scenario.session_seed, scenario.name)[index]
+    return step in rest.steps and rest.is_frozen is frozen
+
+
+def rests_of(scenario: Scenario) -> tuple[Rest, ...]:
+    """Return the rests of all parameters."""
+    return _plan(scenario.session_seed, scenario.name)
+
+
+def setting_of_rests(scenario: Scenario, wrapped: str) -> Setting:
+    """Return the options of a scenario in which parameters rest.
+
+    Args:
+        wrapped: the name of the optimizer's class.
+    """
+    return _setting(scenario.session_seed, scenario.name, wrapped)
+
+
+def _scenario(seed: int, name: str) -> Scenario:
+    (scenario,) = (scenario for scenario in ALL if scenario.name == name)
+    return replace(scenario, session_seed=seed)
+
+
+@lru_cache
+def _plan(seed: int, name: str) -> tuple[Rest, ...]:
+    scenario = _scenario(seed, name)
+    draw = generator(scenario, "rests")
+    every = draw.randint(9, 60)
+    count = len(scenario.steps)
+    seldom = set(range(count)) - set(range(draw.randrange(every), count, every))
+    rests = [
+        Rest(frozenset(), False),
+        Rest(frozenset(seldom), False),
+        Rest(frozenset(range(draw.randint(100, 250))), False),
+        Rest(frozenset(range(draw.randint(20, 99))), True),
+    ]
+    for is_frozen in (False, True):
+        begin = draw.randint(2, 20)
+        rests.append(Rest(frozenset(range(begin, begin + draw.randint(260, 300))), is_frozen))
+        rests.append(Rest(frozenset(_turns(draw)), is_frozen))
+    draw.shuffle(rests)
+    return tuple(rests)
+
+
+def _turns(draw: random.Random) -> Iterable[int]:
+    """Yield the steps of three turns: a short one, a long one, and one between them."""
+    lengths = [draw.randint(1, 8), draw.randint(9, 60), draw.randint(61, 130)]
+    draw.shuffle(lengths)
+    begin = draw.randint(2, 20)
+    for length in lengths:
+        yield from range(begin, begin + length)
+        begin += length + draw.randint(1, 20)
+
+
+@lru_cache
+def _setting(seed: int, name: str, wrapped: str) -> Setting:
+    draw = generator(_scenario(seed, name), "options")
+    momentum = draw.uniform(0.5, 0.95)
+    decay = {"weight_decay": draw.uniform(0.01, 0.1)}
+    options: dict[str, Any] = {"lr": draw.uniform(0.05, 0.2), "momentum": momentum, **decay}
+    if wrapped != "SGD":
+        betas = (momentum, draw.uniform(0.9, 0.999))
+        options = {"lr": draw.uniform(0.002, 0.02), "betas": betas, **decay}
+    return Setting(warmup=draw.randint(5, 30), period=draw.randint(15, 40), options=options)

@@ -1,0 +1,65 @@
+"""Tests of parameters that rest, and of steps that are repeated, in scenarios for optimizers."""
+
+from conformance.scenarios.draws import drawn
+from conformance.scenarios.optimizer_gradients import has_gradient, is_frozen
+from conformance.scenarios.optimizer_repeats import (
+    ALL,
+    PASSES,
+    REPEATED_STEPS,
+    repeated,
+    source_step,
+)
+from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, rests_of
+from conformance.scenarios.optimizer_training import wrapped_class
+
+SEEDS = range(20)
+
+
+def test_every_parameter_has_a_gradient_in_the_last_steps() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
+            indices = range(len(scenario.params))
+            last = range(320, len(scenario.steps))
+            for index in indices:
+                used = [step for step in last if has_gradient(scenario, 2, None, step, index)]
+                # One that is seldom used has a gradient in every 60th step at least.
+                assert used or len(rests_of(scenario)[index].steps) > 320
+
+
+def test_rests_are_long_and_short_with_and_without_frozen_parameters() -> None:
+    for seed in SEEDS:
+        scenario = drawn(RESTS, seed)
+        for frozen in (False, True):
+            lengths = [len(rest.steps) for rest in rests_of(scenario) if rest.is_frozen is frozen]
+            assert max(lengths) >= 260
+            assert sum(0 < length < 260 for length in lengths) == 2
+        for index in range(len(scenario.params)):
+            for step in range(len(scenario.steps)):
+                rest = rests_of(scenario)[index]
+                assert is_frozen(scenario, step, index) == (rest.is_frozen and step in rest.steps)
+                rests = step in rest.steps
+                assert has_gradient(scenario, 2, 1, step, index) is not rests
+
+
+def test_counts_of_steps_differ_and_the_class_is_drawn() -> None:
+    classes = {wrapped_class(drawn(RESTS_OF_ADAM, seed)) for seed in SEEDS}
+    assert classes == {"Adam", "AdamW"}
+    assert wrapped_class(drawn(RESTS, 3)) == "SGD"
+    for seed in SEEDS:
+        scenario = drawn(RESTS_OF_ADAM, seed)
+        assert sum(0 in rest.steps for rest in rests_of(scenario)) >= 2
+
+
+def test_repeated_steps_have_the_gradients_of_the_first_pass() -> None:
+    for scenario in (drawn(scenario, seed) for scenario in ALL for seed in SEEDS):
+        restored, saved = repeated(scenario).back
+        sources = [source_step(scenario, step) for step in range(len(scenario.steps))]
+        first = sources[saved + 1 : restored]
+        assert first == list(range(saved + 1, restored))
+        assert len(first) == REPEATED_STEPS
+        starts = (restored, *repeated(scenario).again)
+        assert len(starts) == PASSES - 1
+        for start in starts:
+            assert sources[start : start + REPEATED_STEPS] == first
+        outside = [step for step, source in enumerate(sources) if source not in first]
+        assert [sources[step] for step in outside] == outside
