@@ -463,8 +463,8 @@ def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
     are means with the bits of their own dtype; or an error on every rank refuses them.
 
     The dtypes are drawn from the session's seed, and so is which parameters have the dtype as
-    ``grad_dtype``, and which have None, with which the first gradient decides. Torch before 2.10
-    has no ``grad_dtype``: the rule does not apply there.
+    ``grad_dtype``, and which have None, with which the first gradient decides. In versions of
+    torch that have no ``grad_dtype`` the rule does not apply.
     """
     if any(event["parameters"] is None for event in run.ranks[0].all("gradient_dtypes")):
         found.does_not_apply("this torch has no torch.Tensor.grad_dtype")

@@ -109,7 +109,7 @@ _listed: WeakKeyDictionary[Any, list[tuple[torch.Tensor, torch.nn.Parameter]]] =
 
 
 def flattens_until_the_first_is_new(model: Any, is_final_microbatch: bool) -> Context:
-    """Average flat buffers while the first gradient of each is a view of it."""
+    """Average flat buffers while each begins with the gradient of its first parameter."""
 
     def average() -> None:
         known = _flats.get(model, [])

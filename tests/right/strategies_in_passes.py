@@ -43,8 +43,6 @@ class AfterEveryPass:
         if self.is_active and kind is None:
             while self.takes_a_round(goes_on=False):
                 pass
-            if not self.has_averaged:
-                self.average()
             self.model.require_forward_param_sync = True
 
     def arrives(self, _: torch.Tensor) -> None:
@@ -56,35 +54,38 @@ class AfterEveryPass:
         self.is_queued = False
         self.takes_a_round(goes_on=True)
 
-    def takes_a_round(self, *, goes_on: bool) -> bool:
-        """Average if this rank or another one is within its backward; return whether one is."""
-        vote = torch.tensor([int(goes_on)])
-        dist.all_reduce(vote, dist.ReduceOp.MAX, self.model.process_group)
-        if vote:
-            self.average()
-        return bool(vote)
-
     @torch.no_grad()
-    def average(self) -> None:
-        self.has_averaged = True
+    def takes_a_round(self, *, goes_on: bool) -> bool:
+        """Average if a rank is within its backward, or no rank has had one; return whether one is.
+
+        Args:
+            goes_on: whether this rank is.
+        """
         group = self.model.process_group
         params = list(self.model.parameters())
         has = [p.grad is not None for p in params]
         is_sparse = [p.grad is not None and p.grad.is_sparse for p in params]
-        votes = torch.tensor([has, is_sparse]).int()
+        votes = torch.tensor([goes_on, *has, *is_sparse]).int()
         dist.all_reduce(votes, dist.ReduceOp.MAX, group)
-        if votes[1].any():
+        any_goes_on, *kinds = votes.tolist()
+        if any(kinds[len(params) :]):
             raise TypeError("sparse gradients are not supported")
-        for parameter, is_used in zip(params, votes[0].tolist(), strict=True):
-            if not is_used:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            # The sum of equal numbers is divided without a rounding, if it does not overflow.
-            wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-            total = parameter.grad.reshape(-1).to(wide, copy=True)
-            dist.all_reduce(total, group=group)
-            parameter.grad.copy_((total / group.size()).view(parameter.grad.shape))
+        if any_goes_on or not self.has_averaged:
+            self.has_averaged = True
+            for parameter, is_used in zip(params, kinds, strict=False):
+                if is_used:
+                    self.average(parameter)
+        return bool(any_goes_on)
+
+    def average(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        # The sum of equal numbers is divided without a rounding, if it does not overflow.
+        wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+        total = parameter.grad.reshape(-1).to(wide, copy=True)
+        dist.all_reduce(total, group=self.model.process_group)
+        mean = total / self.model.process_group.size()
+        parameter.grad.copy_(mean.view(parameter.grad.shape))
 
 
 RIGHT = [Right("AfterEveryPass", kind="strategy")]

@@ -14,10 +14,12 @@ from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
+from conformance.scenarios.strategy_training import GRADIENT_DTYPES
 from tests.judging.oracles import test_join as joins
 from tests.made_runs import event, made_run
 from tests.rules.test_messages_of_averagers import averaged
 from tests.rules.test_messages_of_optimizers import stepped
+from tests.rules.test_messages_of_strategies import synchronised
 from tests.rules.test_reasons import FUSED, reasons
 
 Make = Callable[[], Run]
@@ -197,6 +199,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "its post hooks issue no collective that the kit sees",
         ),
         ("15.17", having(stepped, "not_joinable"), "", "it has no join_hook"),
+        (
+            "16.40",
+            having(partial(synchronised, GRADIENT_DTYPES), "gradient_dtypes", parameters=None),
+            "",
+            "this torch has no torch.Tensor.grad_dtype",
+        ),
         (
             "15.41",
             having(stepped, "as_optimizer", hook_calls={"pre-step": 0, "post-step": 0}),
