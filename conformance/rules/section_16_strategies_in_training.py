@@ -31,16 +31,20 @@ from conformance.scenarios.strategy_training import (
     COMPLEX,
     EMPTY,
     FREEZING,
+    GRADIENT_DTYPES,
     LARGE,
     LONG,
     MANY,
     OWN_BUFFERS,
+    PARTS,
+    PASSES,
     RECOVERED,
     SECOND,
     SPECIAL,
     SWAPPED,
     TURNS,
     TWO,
+    UNFROZEN,
 )
 from conformance.subjects.claims import Claims
 
@@ -206,18 +210,27 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.27",
-    "A context may hold two backwards, or refuses them",
-    on=(SECOND,),
-    owns=(SECOND,),
+    "A context may hold several backward passes, or refuses them",
+    on=(SECOND, PASSES, PARTS),
+    owns=(SECOND, PASSES, PARTS),
     may_refuse=True,
     needs=("16.2",),
     since="1.2",
-    source="two losses of one micro-batch, each with a forward and a backward",
-    remedy="gradients that are averaged when they arrive, and added to afterwards",
+    source="torch documentation, torch.Tensor.backward (retain_graph, inputs) and "
+    "torch.autograd.grad: two losses of one micro-batch, adversarial examples, gradient penalties",
+    remedy="gradients that are averaged when they arrive, or when a backward pass ends, and added "
+    "to afterwards: average when the context ends",
 )
 def second(run: Run, claims: Claims, found: Found) -> None:
-    """With two forwards and backwards in each context gradients are the means of all of them; or an
-    error on every rank refuses the second one."""
+    """If each context holds several passes of autograd, gradients are the means of all that these
+    have added; or an error on every rank refuses them. One run has two forwards, each with its
+    backward. One has two backwards through the output of one forward, or after two forwards. In one
+    ``torch.autograd.grad()`` of drawn parameters comes before the backward, or the backward has two
+    passes with drawn ``inputs``. The last micro-batches of steps have both ways in turn.
+
+    DDP averages the first gradient of a parameter after its last forward alone: with the claims
+    ``find_unused`` and ``all_used`` the second run has the ways of the third.
+    """
     require_means(run, found)
 
 
@@ -350,17 +363,18 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.36",
-    "Optimizers may take turns, or be given parameters later",
-    on=(ADDED, TURNS, SWAPPED, FREEZING),
-    owns=(ADDED, TURNS, SWAPPED, FREEZING),
+    "Optimizers may take turns, and parameters may come later",
+    on=(ADDED, TURNS, SWAPPED, FREEZING, UNFROZEN),
+    owns=(ADDED, TURNS, SWAPPED, FREEZING, UNFROZEN),
     needs=("16.2", "16.5"),
     since="1.6",
     source="torch documentation, torch.optim.Optimizer.add_param_group: layers that are frozen at "
-    "first are added as training goes on; GANs; an optimizer for the body of a model, "
-    "and one for its head",
+    "first are added as training goes on; torch.optim.Optimizer.zero_grad (set_to_none); GANs; an "
+    "optimizer for the body of a model, and one for its head",
     remedy="optimizers, lists of parameters, flags or buffers that are kept from the first step: "
-    "other optimizers, or other param_groups, may be given since, also with as many parameters; "
-    "parameters without requires_grad that are left out, although they have a gradient",
+    "other optimizers, or other param_groups, may be given since, also with as many parameters, "
+    "and new gradients may lie outside of the buffers; parameters without requires_grad that are "
+    "left out, although they have a gradient",
 )
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
@@ -369,9 +383,11 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     A step uses the parameters of one of the two or of both, and the strategy is given the
     optimizers that step. In a further run an optimizer drops parameters and is given as many
     others; later all layers are replaced by new ones of the same shapes, and the model is wrapped
-    in DDP again. In a last one each micro-batch of a step freezes other parameters, as GANs do:
-    gradients of earlier micro-batches count, too. The steps and the parameters, the parts and the
-    turns are drawn from the session's seed.
+    in DDP again. In another one each micro-batch of a step freezes other parameters, as GANs do:
+    gradients of earlier micro-batches count, too. In a last one ``zero_grad(set_to_none=False)``
+    clears gradients, which keep their memory; some steps drop a part of them. Two steps unfreeze
+    parameters, which have their first gradients then. The steps and the parameters, the parts and
+    the turns are drawn from the session's seed.
     """
     if claims.has("all_used"):
         found.does_not_apply("it claims all_used: 16.16")
@@ -427,3 +443,30 @@ def own_things(run: Run, claims: Claims, found: Found) -> None:
             f"rank {rank}, step {step}: {event['own_steps']} calls",
             "a step() of the trainer was deleted, or replaced by an earlier one",
         )
+
+
+@rule(
+    "16.40",
+    "Gradients of another dtype than their parameters work, or are refused",
+    on=(GRADIENT_DTYPES,),
+    owns=(GRADIENT_DTYPES,),
+    may_refuse=True,
+    needs=("16.2",),
+    since="2.0",
+    source="torch documentation, torch.Tensor.grad_dtype: gradients accumulate in float32 for "
+    "parameters of half precision",
+    remedy="buffers by the dtypes of the parameters, and not of the gradients: "
+    "torch.zeros_like(parameter), torch.empty(n, dtype=parameter.dtype)",
+)
+def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """Gradients of float32 of parameters of half precision, and of float64 of narrower parameters,
+    are means with the bits of their own dtype; or an error on every rank refuses them.
+
+    The dtypes are drawn from the session's seed, and so is which parameters have the dtype as
+    ``grad_dtype``, and which have None, with which the first gradient decides. In versions of
+    torch that have no ``grad_dtype`` the rule does not apply.
+    """
+    if any(event["parameters"] is None for event in run.ranks[0].all("gradient_dtypes")):
+        found.does_not_apply("this torch has no torch.Tensor.grad_dtype")
+        return
+    require_means(run, found)

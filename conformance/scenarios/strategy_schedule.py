@@ -31,7 +31,7 @@ _EXACT = 4  # micro-batches of a step whose sums can be exact
 # The variants in which ranks or micro-batches use different parameters.
 _DIFFERENT = (
     *("microbatches", "ranks", "combined", "claim", "together"),
-    *("added", "turns", "swapped", "freezing"),
+    *("added", "turns", "swapped", "freezing", "unfrozen"),
 )
 
 
@@ -187,6 +187,12 @@ def order_of_two(scenario: Scenario, step: int) -> list[tuple[int, int]]:
     return [(model, order[:at].count(model)) for at, model in enumerate(order)]
 
 
+def steps_before(scenario: Scenario) -> tuple[int, int]:
+    """Return how many steps a network has on WORLD, and on other subgroups, before its last DDP."""
+    draw = _generator(scenario)
+    return draw.randint(1, 3), draw.randint(1, 3)
+
+
 def nested_of_two(scenario: Scenario, step: int) -> list[list[tuple[int, int]]]:
     """Return the micro-batches of two models in their order; those whose contexts are nested in
     each other are together.
@@ -316,12 +322,45 @@ def turns(scenario: Scenario, step: int) -> tuple[int, ...]:
     return [*begin, kinds[1], *rest][step]
 
 
+def trained_from(scenario: Scenario, index: int) -> int:
+    """Return the step from which on a parameter is trained, which is frozen before.
+
+    Two steps, which are drawn, unfreeze one to three parameters each; the others are always
+    trained.
+    """
+    if scenario.variant != "unfrozen":
+        return 0
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/unfrozen")
+    steps = sorted(numbers.sample(range(1, len(scenario.steps) - 1), 2))
+    frozen = numbers.sample(range(len(scenario.params)), numbers.randint(2, 6))
+    if index not in frozen:
+        return 0
+    return steps[frozen.index(index) % 2]
+
+
+def clears_to_zeros(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether the trainer clears a gradient by zeros in its memory, and does not drop it.
+
+    So it is for all gradients in steps that unfreeze parameters, and in most others. Further steps
+    drop some gradients, which are drawn, and clear the others by zeros.
+    """
+    if scenario.variant != "unfrozen":
+        return False
+    unfreezes = any(trained_from(scenario, one) == step for one in range(len(scenario.params)))
+    if unfreezes or _generator(scenario, step).random() < 0.6:
+        return True
+    return _generator(scenario, step, index).random() < 0.5
+
+
 def is_frozen(scenario: Scenario, step: int, batch: int, index: int) -> bool:
     """Whether a micro-batch freezes a parameter.
 
     One parameter of each step is never frozen, and one is frozen after the first micro-batch. The
-    micro-batches that freeze another one are drawn.
+    micro-batches that freeze another one are drawn. If parameters are unfrozen later, all
+    micro-batches of the steps before freeze them.
     """
+    if step < trained_from(scenario, index):
+        return True
     if scenario.variant != "freezing":
         return False
     count = len(scenario.params)
@@ -368,7 +407,7 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "swapped":
             swap = swap_of(scenario)
             return swap is None or index not in swap.unused(step)
-        case "freezing":
+        case "freezing" | "unfrozen":
             return not is_frozen(scenario, step, batch, index)
         case "turns":
             return part_of(scenario, index) in turns(scenario, step)

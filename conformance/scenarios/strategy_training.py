@@ -71,6 +71,16 @@ AFTER_WORLD = replace(
     observe=PLAIN.observe,
 )
 
+# The groups of twins are those of the network before: as large as its last ones.
+REWRAPPED = replace(
+    AFTER_WORLD,
+    name="strategy_rewrapped",
+    summary="a network is trained on WORLD, and on two subgroups; then DDP wraps it anew on two "
+    "other ones",
+    twin_groups=((0, 1), (2, 3)),
+    variant="rewrapped",
+)
+
 # Parameters without a gradient need DDP's search for unused parameters.
 ADDED = replace(
     COMBINED,
@@ -108,6 +118,18 @@ FREEZING = replace(
     steps=("crafted",) * 5,
     world_sizes=(2,),
     variant="freezing",
+)
+
+# If gradients are views of buckets, they are where DDP puts them in any case.
+UNFROZEN = replace(
+    COMBINED,
+    name="strategy_unfrozen",
+    summary="zero_grad(set_to_none=False) clears gradients, all of them or a drawn part; drawn "
+    "parameters are frozen until one of two drawn steps",
+    steps=("crafted",) * 8,
+    ddp=replace(COMBINED.ddp, gradient_as_bucket_view=False),
+    world_sizes=(2,),
+    variant="unfrozen",
 )
 
 BUFFERS = replace(
@@ -155,6 +177,37 @@ SECOND = replace(
     summary="each micro-batch has two forwards and backwards in one context",
     world_sizes=(2,),
     variant="second",
+    prerequisite="strategy_accumulated",
+)
+
+PASSES = replace(
+    SECOND,
+    name="strategy_passes",
+    summary="each micro-batch has two backward passes through the output of one forward, or two "
+    "forwards before two backwards",
+    steps=("crafted",) * 4,
+    variant="passes",
+)
+
+PARTS = replace(
+    SECOND,
+    name="strategy_parts",
+    summary="each micro-batch has one backward in two passes, of drawn parameters each, or "
+    "torch.autograd.grad() before its backward",
+    steps=("crafted",) * 4,
+    variant="parts",
+)
+
+# The dtypes are those of gradients; ``held_in`` has those of the parameters.
+GRADIENT_DTYPES = replace(
+    PLAIN,
+    name="strategy_gradient_dtypes",
+    summary="parameters of float16, bfloat16 and float32, most of them with gradients of a wider "
+    "dtype, by grad_dtype; which, is drawn",
+    params=(*_PARAMS, Param((13,), "float64"), Param((3, 5), "float64")),
+    steps=("normal", "crafted", "normal"),
+    world_sizes=(2,),
+    variant="gradient_dtypes",
     prerequisite="strategy_accumulated",
 )
 
@@ -220,5 +273,5 @@ MANY = replace(
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
     *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS),
-    *(AUTOCAST, AUTOCAST_HALF),
+    *(AUTOCAST, AUTOCAST_HALF, REWRAPPED, UNFROZEN, PASSES, PARTS, GRADIENT_DTYPES),
 )

@@ -60,6 +60,7 @@ _MODULES = (
     "averagers_of_trainers",
     "optimizer_wrappers",
     "strategies",
+    "strategies_in_passes",
     "joins",
     "joins_in_parts",
     "quantized_collectives",

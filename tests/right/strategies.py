@@ -121,7 +121,7 @@ class Gathered:
             return
         _fill([parameter])
         flat = parameter.grad.reshape(-1).to(
-            torch.promote_types(parameter.dtype, torch.float32), copy=True
+            torch.promote_types(parameter.grad.dtype, torch.float32), copy=True
         )
         parts = [torch.empty_like(flat) for _ in range(size)]
         dist.all_gather(parts, flat, group=self.group)

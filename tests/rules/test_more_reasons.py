@@ -17,10 +17,12 @@ from conformance.scenarios.optimizer_loops import RENEWED, RESET
 from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16
 from conformance.scenarios.optimizer_rests import RESTS_OF_ADAM
 from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.strategy_training import GRADIENT_DTYPES
 from tests.judging.oracles import test_join as joins
 from tests.made_runs import event, made_run
 from tests.rules.test_messages_of_averagers import averaged
 from tests.rules.test_messages_of_optimizers import changed, stepped
+from tests.rules.test_messages_of_strategies import synchronised
 from tests.rules.test_reasons import FUSED, reasons
 
 Make = Callable[[], Run]
@@ -231,6 +233,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "its post hooks issue no collective that the kit sees",
         ),
         ("15.17", having(stepped, "not_joinable"), "", "it has no join_hook"),
+        (
+            "16.40",
+            having(partial(synchronised, GRADIENT_DTYPES), "gradient_dtypes", parameters=None),
+            "",
+            "this torch has no torch.Tensor.grad_dtype",
+        ),
         (
             "15.41",
             having(stepped, "as_optimizer", hook_calls={"pre-step": 0, "post-step": 0}),

@@ -46,6 +46,8 @@ from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.strategy import NO_DDP
+from conformance.scenarios.strategy_dtypes import held_in
+from conformance.scenarios.strategy_passes import passes_of
 from conformance.scenarios.strategy_schedule import (
     batches,
     clears,
@@ -212,7 +214,7 @@ def fed_part(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     # The rank multiplies in the dtype of the parameter, which may round.
     values = values.to(dtype.to_real()).double()
-    return 2 * values if scenario.variant == "second" else values
+    return values * passes_of(scenario, step, batch).times
 
 
 def _require_unused(run: Run, found: Found, rank: int, step: int, index: int) -> None:
@@ -313,6 +315,9 @@ def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> li
         for name, value in known.items()
         if value is not None and _are_close(got, value) and not _are_close(wanted, value)
     ]
+    held = held_in(run.scenario, index)
+    if held and torch.equal(got, got.to(getattr(torch, held.dtype)).double()):
+        return [f"it went through {held.dtype}, the dtype of the parameter"]
     if not names and dtype == "float64" and torch.equal(got, got.float().double()):
         return ["it went through float32"]
     return names
@@ -345,6 +350,10 @@ def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str
     own = {part: fed_part(run, rank, part, index) for part in all_parts}
     total = torch.stack(list(means.values())).sum(0)
     known = {"divided by the number of micro-batches": total / len(now)}
+    last = now[-1]
+    if passes_of(run.scenario, *last).times > 1:
+        name = "the last backward pass of the step was not averaged: each rank keeps its own"
+        known[name] = total + (own[last] - means[last]) / 2
     if earlier:
         of_earlier = torch.stack([means[part] for part in earlier]).sum(0)
         known["gradients from before the step are missing"] = total - of_earlier

@@ -1,11 +1,14 @@
 """The things of a trainer that a sync strategy has no right to change."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from conformance.ranks.instruments.digest import checksum
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy_schedule import added, part_of, swap_of
 
 
 class CountingOptimizer(torch.optim.SGD):
@@ -50,6 +53,27 @@ class CountingOptimizer(torch.optim.SGD):
             return inner(*args, **options)
 
         self.step = step  # type: ignore[method-assign]
+
+
+def make_optimizers(
+    scenario: Scenario, params: list[torch.nn.Parameter]
+) -> list[CountingOptimizer]:
+    """Return the optimizers of a scenario's model."""
+    made = partial(CountingOptimizer, seed=f"{scenario.session_seed}/{scenario.name}")
+    if scenario.variant == "turns":
+        parts: list[list[torch.nn.Parameter]] = [[], []]
+        for index, parameter in enumerate(params):
+            parts[part_of(scenario, index)].append(parameter)
+        return [made(part) for part in parts]
+    if scenario.variant != "shared":
+        _, later = added(scenario)
+        swap = swap_of(scenario)
+        absent = later | (swap.given if swap else frozenset())
+        return [made([p for index, p in enumerate(params) if index not in absent])]
+    # Two optimizers share a parameter, and name parameters in another order than the model.
+    one, second, third, *rest = reversed(params)
+    groups = [{"params": [second]}, {"params": [one, third]}]
+    return [made(groups), made([one, *rest])]
 
 
 class TrainersOwn:

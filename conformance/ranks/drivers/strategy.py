@@ -12,10 +12,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._backwards import (
+    clear_gradients,
+    give_gradient_dtypes,
+    run_backwards,
+)
 from conformance.ranks.drivers._set_aside import SetAside
 from conformance.ranks.drivers._trainers_own import (
     CountingOptimizer,
     TrainersOwn,
+    make_optimizers,
     own_calls_of,
     set_values,
     steps_of,
@@ -33,6 +39,7 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
 from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
+from conformance.scenarios.strategy_passes import ALTERNATING, FORWARDS_FIRST, Passes, passes_of
 from conformance.scenarios.strategy_schedule import (
     Swap,
     abandoned_after,
@@ -47,13 +54,20 @@ from conformance.scenarios.strategy_schedule import (
     is_frozen,
     multiple_in,
     nested_of_two,
-    part_of,
     puts_own_steps,
     raised_in,
     raises_in,
+    steps_before,
     swap_of,
     turns,
     uses,
+)
+from conformance.scenarios.strategy_training import (
+    AFTER_WORLD,
+    FREEZING,
+    GRADIENT_DTYPES,
+    REWRAPPED,
+    UNFROZEN,
 )
 
 Grads = list[torch.Tensor | None]
@@ -72,6 +86,7 @@ class StrategyDriver(RankDriver):
         optimizers: the optimizers that the strategy may be given.
         every_optimizer: all optimizers of the model, which may take turns.
         buffers: the flat buffers of the parameters and of their gradients, if there are any.
+        passes: the backward passes of a micro-batch.
         own: the things of the trainer that the strategy has to leave as they are.
     """
 
@@ -79,6 +94,7 @@ class StrategyDriver(RankDriver):
     probe: Probe
     params: list[torch.nn.Parameter]
     buffers: list[FlatBuffers]
+    passes: Passes
     optimizers: list[CountingOptimizer]
     every_optimizer: list[CountingOptimizer]
     own: TrainersOwn
@@ -91,11 +107,13 @@ class StrategyDriver(RankDriver):
                 "a sync strategy is called for each micro-batch, and returns a context manager; "
                 f"this is {_named(self.strategy)}"
             )
-        if self.scenario.variant == "after_world":
+        if self.scenario.variant == AFTER_WORLD.variant:
             places = self._train_on_world()
             self._make_model(
                 made_in_place(Probe, places[0]), made_in_place(DistributedDataParallel, places[1])
             )
+        elif self.scenario.variant == REWRAPPED.variant and self.scenario.groups:
+            self._rewrap()
         else:
             self._make_model()
         if self.scenario.variant == "two_models":
@@ -103,8 +121,10 @@ class StrategyDriver(RankDriver):
             return
         self.collectives.take_sent()  # of DDP, as it was made
         aside = SetAside()
-        # DDP's buckets, and the flat buffers of a trainer, are written in every step.
+        # DDP's buckets, and the flat buffers of a trainer, are written in every step, and so are
+        # gradients that the trainer clears by zeros.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
+        is_free = is_free and self.scenario.variant != UNFROZEN.variant
         # After the first quarter of a long run nobody keeps gradients: new ones get the memory of
         # old ones. Their storages are more objects; growth is judged from a third of the run on.
         count = len(self.scenario.steps)
@@ -135,19 +155,37 @@ class StrategyDriver(RankDriver):
         Returns:
             The places in memory of the model, which is gone, without DDP and with it.
         """
-        self._make_model(on_world=True)
-        kind = self.scenario.steps[0]
-        self.begin_step(0, kind)
-        number = batches(self.scenario, 0)
-        for batch in range(number):
-            grads = self._grads(0, kind, batch, number)
-            with self.inside("the context"):
-                self._train(grads, batch == number - 1)
+        self._make_model(group=torch.distributed.group.WORLD)
+        self._train_unjudged()
         places = (id(self.probe), id(self.model))
         del self.probe, self.model, self.params, self.optimizers, self.every_optimizer, self.own
         # Nothing but the subject keeps the model.
         gc.collect()
         return places
+
+    def _train_unjudged(self) -> None:
+        """Train a step whose gradients are not judged."""
+        kind = self.scenario.steps[0]
+        self.begin_step(0, kind)
+        self.model.zero_grad()
+        number = batches(self.scenario, 0)
+        for batch in range(number):
+            grads = self._grads(0, kind, batch, number)
+            with self.inside("the context"):
+                self._train(grads, batch == number - 1)
+
+    def _rewrap(self) -> None:
+        """Train a network on WORLD and on other subgroups, and wrap it anew on this rank's own."""
+        self._make_model(group=torch.distributed.group.WORLD)
+        for steps, next_group in zip(
+            steps_before(self.scenario), (self.twin_group, self.group), strict=True
+        ):
+            for _ in range(steps):
+                self._train_unjudged()
+            self.model = self.probe
+            # DDP's hooks on the network go with it.
+            gc.collect()
+            self.model = self._in_ddp(self.probe, next_group)
 
     def _run_two(self) -> None:
         """Train two models whose micro-batches alternate; even steps are those of the first."""
@@ -180,14 +218,14 @@ class StrategyDriver(RankDriver):
         self,
         probe: Probe | None = None,
         ddp: DistributedDataParallel | None = None,
-        on_world: bool = False,
+        group: Any = None,
     ) -> None:
         """Make the model and its optimizers.
 
         Args:
             probe: an object to make the model of; by default it is a new one.
             ddp: an object to make DDP of; by default it is a new one.
-            on_world: whether the model is on WORLD, whatever groups the scenario has.
+            group: of the model; by default that of the scenario.
         """
         scenario = self.scenario
         made = BufferedProbe if scenario.variant == "buffers" else Probe
@@ -197,14 +235,18 @@ class StrategyDriver(RankDriver):
         self.probe = probe
         self.params = probe.tensors
         self.model = probe
+        self.passes = Passes()
+        if scenario.variant == GRADIENT_DTYPES.variant:
+            changed = give_gradient_dtypes(scenario, self.params)
+            self.recorder.event("gradient_dtypes", parameters=changed)
         self.buffers = self._flattened() if scenario.variant == "flat" else []
         seed = f"{scenario.session_seed}/{scenario.name}"
         set_values(self.params, seed)
         if scenario.variant == FORMS.variant:
             nest(probe, seed)
         if scenario.variant != "no_ddp":
-            self.model = self._in_ddp(probe, on_world, ddp)
-        self.optimizers = self.every_optimizer = self._make_optimizers()
+            self.model = self._in_ddp(probe, group, ddp)
+        self.optimizers = self.every_optimizer = make_optimizers(scenario, self.params)
         self.own = TrainersOwn(probe, self.params, self.every_optimizer)
         self.hook_calls = [0] * len(self.params)
         if scenario.variant == ACCUMULATED.variant:
@@ -215,14 +257,16 @@ class StrategyDriver(RankDriver):
         self.hook_calls[index] += 1
 
     def _in_ddp(
-        self, probe: Probe, on_world: bool = False, made: DistributedDataParallel | None = None
+        self, probe: Probe, group: Any = None, made: DistributedDataParallel | None = None
     ) -> torch.nn.Module:
         options = self.scenario.ddp
+        if group is None and self.scenario.groups:
+            group = self.group
         with self.doing(MODEL_MADE):
             return self.data_parallel(
                 probe,
                 made,
-                process_group=self.group if self.scenario.groups and not on_world else None,
+                process_group=group,
                 bucket_cap_mb=options.bucket_cap_mb,
                 gradient_as_bucket_view=options.gradient_as_bucket_view,
                 find_unused_parameters=options.find_unused_parameters,
@@ -236,24 +280,6 @@ class StrategyDriver(RankDriver):
         for parameter, view in zip(self.params, of_params.views, strict=True):
             parameter.data = view
         return [of_params, FlatBuffers(self.params, f"{seed}/gradients", self.rank)]
-
-    def _make_optimizers(self) -> list[CountingOptimizer]:
-        made = partial(CountingOptimizer, seed=f"{self.scenario.session_seed}/{self.scenario.name}")
-        if self.scenario.variant == "turns":
-            parts: list[list[torch.nn.Parameter]] = [[], []]
-            for index, parameter in enumerate(self.params):
-                parts[part_of(self.scenario, index)].append(parameter)
-            return [made(part) for part in parts]
-        if self.scenario.variant != "shared":
-            _, later = added(self.scenario)
-            swap = swap_of(self.scenario)
-            absent = later | (swap.given if swap else frozenset())
-            first = [p for index, p in enumerate(self.params) if index not in absent]
-            return [made(first)]
-        # Two optimizers share a parameter, and name parameters in another order than the model.
-        one, second, third, *rest = reversed(self.params)
-        groups = [{"params": [second]}, {"params": [one, third]}]
-        return [made(groups), made([one, *rest])]
 
     def _swap(self, swap: Swap, step: int) -> None:
         """Put parameters in the place of others, if this is the step."""
@@ -282,7 +308,7 @@ class StrategyDriver(RankDriver):
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         clears_later = clears_inside(self.scenario, step)
         if clears(self.scenario, step) and not clears_later:
-            self.model.zero_grad()
+            clear_gradients(self.scenario, step, self.model, self.params)
         for parameter, view in zip(self.params, self._views_of_gradients(), strict=False):
             parameter.grad = view.zero_()
         first_step, later = added(self.scenario)
@@ -298,6 +324,7 @@ class StrategyDriver(RankDriver):
                 self.model.zero_grad()
                 break
             self._update = update_of(self.scenario, self.group_rank, step, batch)
+            self.passes = passes_of(self.scenario, step, batch)
             grads = self._grads(step, kind, batch, number)
             # Outside of the context DDP averages as ever, whatever the strategy has left behind.
             if by_itself(self.scenario, step):
@@ -331,7 +358,7 @@ class StrategyDriver(RankDriver):
 
     def _set_frozen(self, step: int, batch: int) -> None:
         """Freeze parameters for a micro-batch, or thaw them, if the scenario does that."""
-        if self.scenario.variant == "freezing":
+        if self.scenario.variant in (FREEZING.variant, UNFROZEN.variant):
             for index, parameter in enumerate(self.params):
                 parameter.requires_grad_(not is_frozen(self.scenario, step, batch, index))
             self.own.trainer_froze()
@@ -370,24 +397,25 @@ class StrategyDriver(RankDriver):
 
     def _train(self, grads: Grads, is_final: bool, clears_first: bool = False) -> None:
         with self.autocast(), self._context_of(is_final):
-            for _ in range(2 if self.scenario.variant == "second" else 1):
+            for _ in range(2 if self.passes.way == ALTERNATING else 1):
                 self._pass_through(grads, clears_first)
 
     def _pass_through(self, grads: Grads, clears_first: bool = False) -> None:
-        """Run a forward and a backward, inside the context.
+        """Run a forward and its backward passes, inside the context.
 
         Args:
-            grads: the gradients that the backward gives.
+            grads: the gradients that a backward gives.
             clears_first: clear the gradients of the last step between the two, as many loops do.
         """
-        loss = self._forward(grads)
+        forwards = 2 if self.passes.way == FORWARDS_FIRST else 1
+        losses = [self._forward(grads) for _ in range(forwards)]
         if clears_first:
             self.model.zero_grad()
         # DDP that synchronises by itself waits for peers in its backward, where no schedule sees
         # the wait.
         if getattr(self.model, "require_backward_grad_sync", False):
             self.let_peers_in()
-        loss.backward()
+        run_backwards(self.passes, losses, self.params)
 
     def _forward(self, grads: Grads) -> torch.Tensor:
         arguments = (self._update,) if self.scenario.variant == "buffers" else ()

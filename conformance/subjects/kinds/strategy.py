@@ -54,6 +54,8 @@ from conformance.scenarios.strategy_training import (
     LARGE,
     LONG,
     LONG_STEPS,
+    PARTS,
+    PASSES,
     SPECIAL,
 )
 from conformance.scenarios.tables import prime_from
@@ -117,8 +119,11 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         scenario = replace(scenario, params=(*scenario.params, large))
     if scenario.variant == EMPTY.variant and ("all_used" in claimed or "find_unused" in claimed):
         scenario = replace(scenario, variant="two")
+    if scenario.variant == PASSES.variant and ("all_used" in claimed or "find_unused" in claimed):
+        # DDP averages the gradients of the first pass through an output alone.
+        scenario = replace(scenario, variant=PARTS.variant)
     if "world_only" in claimed and scenario.groups:
-        scenario = replace(scenario, groups=(), nodes=(), world_sizes=(2,))
+        scenario = replace(scenario, groups=(), twin_groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
         # The variants with as many micro-batches in which all parameters are used.
         variant = "four" if scenario.variant == "microbatches" else "two"

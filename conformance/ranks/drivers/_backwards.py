@@ -1,0 +1,63 @@
+"""Backward passes and gradients of a sync strategy's steps, as trainers have them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy_dtypes import held_in
+from conformance.scenarios.strategy_passes import ASKED, IN_PARTS, RETAINED, Passes
+from conformance.scenarios.strategy_schedule import clears_to_zeros
+
+
+def run_backwards(
+    passes: Passes, losses: Sequence[torch.Tensor], params: Sequence[torch.Tensor]
+) -> None:
+    """Run the backward passes of a micro-batch.
+
+    Args:
+        passes: the passes.
+        losses: the outputs of the forwards.
+        params: all parameters.
+    """
+    loss = losses[0]
+    some = [params[index] for index in passes.some]
+    if passes.way == RETAINED:
+        loss.backward(retain_graph=True)
+    elif passes.way == ASKED:
+        torch.autograd.grad(loss, some, retain_graph=True)
+    elif passes.way == IN_PARTS:
+        rest = [one for index, one in enumerate(params) if index not in passes.some]
+        loss.backward(inputs=some, retain_graph=True)
+        loss.backward(inputs=rest)
+        return
+    for one in losses:
+        one.backward()
+
+
+def clear_gradients(
+    scenario: Scenario, step: int, model: torch.nn.Module, params: Sequence[torch.Tensor]
+) -> None:
+    """Clear the gradients before a step, as the trainer of the scenario does."""
+    to_zeros = [clears_to_zeros(scenario, step, index) for index in range(len(params))]
+    model.zero_grad(set_to_none=not any(to_zeros))
+    for parameter, is_zeros in zip(params, to_zeros, strict=True):
+        if not is_zeros:
+            parameter.grad = None
+
+
+def give_gradient_dtypes(scenario: Scenario, params: Sequence[torch.Tensor]) -> list[int] | None:
+    """Give parameters dtypes of their own, and gradients the dtypes of the scenario.
+
+    Returns:
+        The numbers of these parameters; None in versions of torch without ``grad_dtype``.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return None
+    changed = []
+    for index, (spec, parameter) in enumerate(zip(scenario.params, params, strict=True)):
+        if held := held_in(scenario, index):
+            parameter.data = parameter.data.to(getattr(torch, held.dtype))
+            parameter.grad_dtype = None if held.takes_any else getattr(torch, spec.dtype)
+            changed.append(index)
+    return changed
