@@ -1,5 +1,4 @@
-"""Mutants of section 19: they keep a tensor in fewer bits if a sample of its elements needs no more.
-"""
+"""Mutants of section 19: a sample of a tensor decides that it is kept in fewer bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +47,7 @@ def eighths_by_the_middle(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def zeros_by_a_sample(module: torch.nn.Module) -> torch.nn.Module:
-    """Keep nothing of a tensor of more than 100,000 elements if a sample of them is zero."""
+    """Keep nothing of a tensor of more than 100,000 elements if a sample has zeros alone."""
 
     def pack(tensor: torch.Tensor) -> Any:
         kept = tensor.detach()
