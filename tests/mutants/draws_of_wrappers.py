@@ -64,7 +64,7 @@ def state_of_the_first_forward(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def sixteen_seeds(module: torch.nn.Module) -> torch.nn.Module:
-    """Seed recomputations by a count, of which four bits are kept."""
+    """Seed recomputations by the last four bits of a count."""
     count = itertools.count()
     return _begins_with(lambda: lambda: _seed(7 + next(count) % 16))(module)  # type: ignore[no-any-return]
 

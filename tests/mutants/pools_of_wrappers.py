@@ -70,7 +70,7 @@ def inputs_in_a_ring(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 def numbers_of_twelve_bits(module: torch.nn.Module) -> torch.nn.Module:
-    """Keep copies of saved tensors by their number in the forward, of which 12 bits are kept."""
+    """Keep copies of saved tensors by the last 12 bits of their number in the forward."""
 
     @calls
     def wrap(forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -231,7 +231,7 @@ def narrow_if_exact(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class Pool:
-    """Places for saved tensors, which all blocks share; there are more of them if all are in use.
+    """A pool of places for saved tensors, which all blocks share; it grows if all are in use.
 
     A place is free again when the graph is.
     """
