@@ -28,6 +28,7 @@ _LARGE = replace(
     "are drawn",
     steps=("uneven",),
     world_sizes=(2,),
+    observe=Observation(bytes_sent=True),
 )
 
 # All calls of one shape are made by the same object. Zeros and tiny values come first: error
@@ -143,7 +144,7 @@ _LONG = replace(
     steps=("normal",),
     world_sizes=(2,),
     variant="long",
-    observe=Observation(growth=True),
+    observe=Observation(bytes_sent=True, growth=True),
 )
 LONG_CALLS = (300, 450)
 
