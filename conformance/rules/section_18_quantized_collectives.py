@@ -44,7 +44,6 @@ from conformance.scenarios.collective_training import (
     CHANGING_SCALE,
     DTYPES,
     LARGE,
-    LONG,
     VARYING,
 )
 from conformance.subjects.claims import Claims
@@ -360,11 +359,12 @@ def special(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.15",
     "It sends fewer bytes",
-    on=(ORDERED, LARGE, LONG),
-    needs=("18.9",),
+    on=(ORDERED, LARGE, WAITED),
+    needs=("18.9", "18.10"),
     source="the definition of a quantized collective",
     remedy="the collective has to be given a tensor of the narrow dtype, not rounded values in a "
-    "wide one; a cast that is missing where large messages take another path, or after some calls",
+    "wide one; a cast that is missing where large messages, or asynchronous calls, take another "
+    "path",
 )
 def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     """A rank passes to torch's collectives no more bytes than its format needs: half of float32's
@@ -373,8 +373,8 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     Bytes count per message, one for each rank of the group, whatever collectives send them. An
     all-reduce sends each element twice, so that rounded values in float32 save nothing.
 
-    This holds for messages of float32 of up to some 2**21 elements, those of 18.21, and in each of
-    the 300 to 450 calls of 18.29.
+    This holds for messages of float32 of up to some 2**21 elements, those of 18.21. Of calls with
+    async_op=True the bytes of four together count.
     """
     require_fewer_bytes(run, claims, found)
 

@@ -144,7 +144,7 @@ _LONG = replace(
     steps=("normal",),
     world_sizes=(2,),
     variant="long",
-    observe=Observation(bytes_sent=True, growth=True),
+    observe=Observation(growth=True),
 )
 LONG_CALLS = (300, 450)
 

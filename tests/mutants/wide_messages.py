@@ -23,19 +23,6 @@ def _wide(tensor: Tensor) -> Tensor:
     return half(tensor).float()
 
 
-def wide_after_a_while(func: Made, qtype: str) -> Made:
-    """Send all messages as float32 after 250 calls, as a warm-up that begins too late."""
-    made = {False: right(func), True: right(func, _wide)}
-    calls = 0
-
-    def exchange(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return made[calls > 250](*args, **kwargs)
-
-    return exchange
-
-
 def wide_if_asynchronous(func: Made, qtype: str) -> Made:
     """Send messages as float32 if the call is asynchronous."""
     made = {False: right(func), True: right(func, _wide)}
@@ -51,7 +38,7 @@ MUTANTS = [
     for name, func in (
         ("wide_if_large", "all_gather"),
         ("wide_if_large", "scatter"),
-        ("wide_after_a_while", "all_to_all"),
         ("wide_if_asynchronous", "all_gather"),
+        ("wide_if_asynchronous", "all_to_all"),
     )
 ]

@@ -130,8 +130,6 @@ class CollectiveDriver(RankDriver):
             for call in calls:
                 call.is_asynchronous |= self._is_alone_at_last(step)
                 self._call_unless_refused(call)
-                if self.scenario.observe.growth:
-                    self.collectives.forget()
             return
         if any(call.is_asynchronous for call in calls):
             self._prepare(step, calls)

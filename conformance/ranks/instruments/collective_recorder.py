@@ -193,14 +193,6 @@ class CollectiveRecorder:
             self._drained = len(self._works)
         return works
 
-    def forget(self) -> None:
-        """Drop the handles of all collectives so far, which are over, as a trainer does in a long
-        run.
-        """
-        with self._lock:
-            self._works.clear()
-            self._drained = 0
-
     def take_sent(self) -> list[tuple[str, int]]:
         """Return (kernel, bytes given) of each collective since the last call, in their order."""
         with self._lock:
