@@ -198,6 +198,8 @@ def half_as_they_lie(tensor_list: list[Tensor], tensor: Tensor, group: Any = Non
     """Gather elements in the order of memory; refuse tensors that do not all have one order."""
     if any(output.stride() != tensor.stride() for output in tensor_list):
         raise ValueError("expected outputs with the strides of the input")
+    if any(output.shape != tensor.shape for output in tensor_list):
+        raise ValueError("expected tensors of one size")
     dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
     if dense.stride() != tensor.stride():
         raise ValueError("expected tensors without gaps")
