@@ -11,6 +11,7 @@ from conformance.judging.common_rules import (
     right_beside_own_numbers,
 )
 from conformance.judging.oracles.collective import calls, require_call, require_calls
+from conformance.judging.oracles.collective_feedback import require_nothing_lost
 from conformance.judging.oracles.collective_forms import (
     is_plain,
     require_dtype,
@@ -26,6 +27,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.collective import SUBGROUPS
 from conformance.scenarios.collective_training import (
+    ALSO_OUTSIDE,
     IN_FLIGHT,
     LARGE,
     LONG,
@@ -34,6 +36,7 @@ from conformance.scenarios.collective_training import (
     RECOVERING_HALF,
     UNEVEN,
     VIEWS,
+    WITH_CALLS_OUTSIDE,
 )
 from conformance.scenarios.conditions_together import COLLECTIVE as CONDITIONS
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
@@ -130,15 +133,20 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     needs=("18.9",),
     since="1.2",
     source="torch documentation, torch.distributed.all_to_all: tensors of different sizes in a "
-    "list",
-    remedy="the sizes of the first tensor, taken for those of all",
+    "list; torch.distributed.all_gather: uneven sized tensors are supported",
+    remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; padding "
+    "to a length that others exceed",
 )
 def uneven(run: Run, claims: Claims, found: Found) -> None:
-    """If the tensors of an all_to_all have different numbers of rows, each rank gets those that are
-    meant for it, or an error refuses them."""
+    """If the tensors of an all_to_all or of an all_gather have different numbers of rows, each rank
+    gets those that are meant for it, or an error refuses them.
+
+    In the calls of an all_gather the order of ranks by their number of rows is drawn, and reversed
+    in the next call.
+    """
     collective = run.scenario.options[0]
-    if collective != "all_to_all":
-        found.does_not_apply(f"torch's {collective} takes tensors of one size in a list")
+    if collective not in ("all_to_all", "all_gather"):
+        found.does_not_apply(f"torch's {collective} takes tensors of one size")
         return
     require_calls(run, claims, found, may_refuse=True)
 
@@ -278,13 +286,15 @@ own_numbers = right_beside_own_numbers("18.35", (large, long_run), on=(PROBE,))
 @rule(
     "18.36",
     "A rank outside of the group keeps its tensors",
-    on=(SUBGROUPS,),
-    needs=("18.11",),
+    on=(SUBGROUPS, WITH_CALLS_OUTSIDE),
+    owns=(WITH_CALLS_OUTSIDE,),
+    needs=("18.11", "18.16"),
     since="1.6",
     source="torch documentation, torch.distributed.new_group; on a rank outside of the group "
-    "torch's collectives warn and return",
+    "torch's collectives warn and return, so that loops call them for every group",
     remedy="outputs that are decoded, or filled with zeros, whatever the collective has returned; "
-    "a group that is replaced by WORLD",
+    "a group that is replaced by WORLD; an error that is kept before the call returns: return "
+    "before anything is encoded",
 )
 def outside(run: Run, claims: Claims, found: Found) -> None:
     """A call on a rank outside of the group, with the value that new_group returns there, changes
@@ -292,6 +302,10 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
     handle, if there is one, is waited for.
 
     All ranks make such calls, with messages for their own group, and with messages for WORLD.
+
+    Nor does such a call change what the next call sends: if the same object is also called as
+    outside of the group between its calls, all messages arrive. With the claim feedback all calls
+    together lose no more than the last error, as in 18.16.
     """
     for rank in run.ranks:
         for event in rank.all("outside"):
@@ -301,3 +315,10 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
                 f"rank {rank.rank}, p{event['index']}: {', '.join(event['changed'])} changed",
                 "tensors are written although the collective has returned at once",
             )
+    if run.scenario.variant != ALSO_OUTSIDE:
+        return
+    if claims.has("feedback"):
+        cause = "a call outside of the group changes the error that is kept for the next call"
+        require_nothing_lost(run, claims, found, cause)
+    else:
+        require_calls(run, claims, found)

@@ -6,7 +6,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.collective import CALLED, OF_BITS, PLAIN, SUMMING, operation_of
-from conformance.scenarios.collective_training import LARGE, LONG
+from conformance.scenarios.collective_training import DTYPES, LARGE, LONG
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.subjects.claims import Claims
 
@@ -53,19 +53,23 @@ def operations(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.34",
     "An all_reduce gives all ranks the same bits",
-    on=(PLAIN, LARGE, LONG, *CLUSTERS),
+    on=(PLAIN, LARGE, LONG, DTYPES, *CLUSTERS),
     needs=("18.1", "18.2"),
     since="1.6",
     source="replicas of data parallelism, which add the same update to the same parameters: ranks "
     "that get other bits drift apart; DeepSpeed and b12x #44, an owner that keeps its unrounded "
     "values",
-    remedy="decode the rank's own part of the sum from its code, like those of other ranks; add "
-    "messages in the same order on all ranks",
+    remedy="decode the rank's own part of the sum from its code, like those of other ranks, for "
+    "messages of any dtype; add messages in the same order on all ranks",
 )
 def same_bits(run: Run, claims: Claims, found: Found) -> None:
-    """After an all_reduce all ranks of the group hold the same bits, for messages of all sizes."""
+    """After an all_reduce all ranks of the group hold the same bits, for messages of all sizes, and
+    for those of float64, float16 and bfloat16 that it does not refuse.
+    """
     collective = run.scenario.options[0]
     if collective != "all_reduce":
         found.does_not_apply(f"{collective} is no all_reduce")
         return
     require_same_bits(run, found)
+    if not found.checks and run.scenario.name == DTYPES.name:
+        found.leaves_out("it refuses messages of other dtypes than float32")

@@ -6,6 +6,7 @@ from conformance.judging.oracles.wrapper import (
     paired_events,
     require_compared,
     require_less_memory,
+    require_new_states,
     require_no_saved_tensor_hooks,
     require_recomputation,
     require_same_bits,
@@ -38,6 +39,7 @@ from conformance.scenarios.wrapper import (
     TWICE,
     UNUSED,
 )
+from conformance.scenarios.wrapper_training import LONG
 from conformance.subjects.claims import Claims
 
 DOCS = "torch documentation, torch.utils.checkpoint"
@@ -370,18 +372,24 @@ def recomputes(run: Run, claims: Claims, found: Found) -> None:
 @parity_rule(
     "19.18",
     "Its claims to be limited are true",
-    on=(RANDOM, *LIMITED),
+    on=(RANDOM, LONG, *LIMITED),
     needs=("19.1",),
     source=f"{DOCS}: use_reentrant, preserve_rng_state",
-    remedy="leave the claim out",
+    remedy="leave the claim out; a recomputation that seeds the generator: all steps have one "
+    "dropout mask then, and some weights never get a gradient",
 )
 def limits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A wrapper that claims reentrant has one of the limits of reentrant wrappers, and one that
     claims draws_anew gets other gradients if it draws; otherwise the unclaimed requirements
-    apply."""
-    random = {name: run for name, run in runs.items() if run.scenario.name == RANDOM.name}
-    limited = {name: run for name, run in runs.items() if run.scenario.name != RANDOM.name}
-    for claim, runs_of_claim in (("draws_anew", random), ("reentrant", limited)):
+    apply.
+
+    With the claim draws_anew no two steps of a run draw the same numbers in their recomputations:
+    a block does not run again from a state of the generator from which it has run again before.
+    """
+    draws = {name: run for name, run in runs.items() if run.scenario.name == RANDOM.name}
+    long = {name: run for name, run in runs.items() if run.scenario.name == LONG.name}
+    limited = {name: run for name, run in runs.items() if name not in {*draws, *long}}
+    for claim, runs_of_claim in (("draws_anew", draws), ("reentrant", limited)):
         if not claims.has(claim):
             continue
         trial = Found()
@@ -392,6 +400,8 @@ def limits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
             f"none in {', '.join(subject_runs(runs_of_claim))}",
             f"it claims {claim} in vain",
         )
+    if claims.has("draws_anew"):
+        require_new_states({**draws, **long}, found)
     if not found.checks:
         found.does_not_apply()
 

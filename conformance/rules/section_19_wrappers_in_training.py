@@ -17,6 +17,7 @@ from conformance.judging.oracles.wrapper_training import (
     require_all_batches,
     require_memory_back,
     require_same_frozen,
+    require_same_long_run,
     require_same_or_refused,
     require_same_training,
     runs_again,
@@ -38,6 +39,7 @@ from conformance.scenarios.wrapper_training import (
     INPUTS,
     LARGE,
     LONG,
+    MANY,
     OF_INTEGERS,
     OF_MODULES,
     PENALTY,
@@ -81,42 +83,50 @@ def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     owns=(LARGE, RANGES),
     needs=("19.23",),
     source="torch documentation, torch.autograd.graph.saved_tensors_hooks; activations of training "
-    "have millions of elements",
+    "have millions of elements, and those of padded batches are zeros for the most part",
     remedy="a threshold in elements or bytes, beyond which tensors are kept in another way, in "
-    "parts or in fewer bits; values outside the range of float16; a dtype that is kept as another "
-    "one; NaN or infinities that are made finite",
+    "parts or in fewer bits; a part of a tensor that decides how all of it is kept; values outside "
+    "the range of float16; a dtype that is kept as another one; NaN or infinities that are made "
+    "finite",
 )
 def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Blocks of 2**17 to 2**21 elements, three sizes that are drawn evenly over their logarithms,
     give the outputs and gradients without the wrapper up to 2**-20 of the largest magnitude.
 
-    Values are random, times a drawn power of two from 2**-20 to 2**20.
+    Values are random, times a drawn power of two from 2**-20 to 2**20. In the last step one block
+    has zeros in all places but one, which is drawn.
 
     Blocks of bfloat16, float16, float32 and float64 have the results without the wrapper, bit for
     bit, on numbers of all magnitudes that are normal in their dtype. For each dtype two sizes of
     2**4 to 2**17 elements are drawn, and for each element the exponent. Products alone compute
     these results, and all of them are exact. In the second step each block has NaN and an infinity
-    of either sign, whose gradients are those without the wrapper, too.
+    of either sign, whose gradients are those without the wrapper, too. In three more steps all
+    elements but one, which is drawn, are zeros or small whole numbers: a sample of the elements
+    tells nothing of that one.
     """
     require_same_training(runs, found)
 
 
 @parity_rule(
     "19.25",
-    "Several graphs at once are kept apart",
-    on=(GRAPHS,),
-    owns=(GRAPHS,),
+    "Many graphs and saved tensors at once are kept apart",
+    on=(GRAPHS, MANY),
+    owns=(GRAPHS, MANY),
     needs=("19.23",),
     source="torch documentation, torch.autograd.backward; pipeline parallel schedules run several "
-    "forwards before the first backward",
+    "forwards before the first backward; a forward of many layers saves thousands of tensors",
     remedy="inputs, generator states or saved tensors that are kept on the wrapper, as those of "
-    "the last forward, or in a queue; buffers that are written back as they were after an earlier "
-    "forward",
+    "the last forward, or in a queue; a pool of a fixed number of places, of which the oldest is "
+    "used again; buffers that are written back as they were after an earlier forward",
 )
 def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Two to six forwards of batches of other sizes come before their backwards, which run in the
     order of forwards, in reverse, or in a drawn order; a graph without a backward, and a forward
     under no_grad, come between them. All gradients are those without the wrapper.
+
+    So they are if a block saves 4,100 to 5,000 tensors in one forward, and if 520 to 700 forwards
+    of two blocks come before their backwards. These numbers are drawn, and the order of the
+    backwards.
 
     Blocks count their batches in buffers. Afterwards each forward has counted, once, or again
     where it ran again: no update is lost because another forward came before the backward.
@@ -266,9 +276,10 @@ def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     2**-14 of the largest magnitude.
 
     The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed, and
-    so is the step from 100 to 250 at which dropout begins, as in a schedule of dropout.
+    so is the step from 100 to 250 at which dropout begins, as in a schedule of dropout. With the
+    claim draws_anew the outputs alone are compared from that step on.
     """
-    require_same_training(runs, found)
+    require_same_long_run(runs, claims, found)
 
 
 @parity_rule(
@@ -310,9 +321,11 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     of_indices = {
         name: run for name, run in runs.items() if run.scenario.variant == INDICES.variant
     }
-    others = {name: run for name, run in runs.items() if name not in of_indices}
+    long = {name: run for name, run in runs.items() if run.scenario.variant == LONG.variant}
+    others = {name: run for name, run in runs.items() if name not in {*of_indices, *long}}
     of_half = {name: run for name, run in runs.items() if run.scenario.variant == HALF.variant}
     require_same_training(others, found)
+    require_same_long_run(long, claims, found)
     require_same_modes(of_half, found)
     require_same_training(of_indices, found, steps=1 if claims.has("draws_anew") else None)
 

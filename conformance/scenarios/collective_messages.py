@@ -47,7 +47,15 @@ from conformance.scenarios.collective import (
     VAST,
     WITHOUT_NUMBERS,
 )
-from conformance.scenarios.collective_training import ON_GROUPS, SELDOM, TINY, TINY_HALF, VARYING
+from conformance.scenarios.collective_training import (
+    ALSO_OUTSIDE,
+    OF_DTYPES,
+    ON_GROUPS,
+    SELDOM,
+    TINY,
+    TINY_HALF,
+    VARYING,
+)
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
@@ -186,9 +194,16 @@ def _draw_of(scenario: Scenario, step: int) -> random.Random:
     return random.Random(f"{scenario.session_seed}/{scenario.name}/{step}")
 
 
+def is_outside_too(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a call is also made as on a rank outside of the group."""
+    draw = random.Random(f"{scenario.session_seed}/outside/{step}/{index}")
+    return scenario.variant == ALSO_OUTSIDE and draw.random() < 0.5
+
+
 def keeps_objects(scenario: Scenario) -> bool:
     """Whether the errors of one object for each shape are followed from step to step."""
-    return "constant" in scenario.steps or scenario.variant in ("recovering", VARYING)
+    variants = ("recovering", VARYING, ALSO_OUTSIDE)
+    return "constant" in scenario.steps or scenario.variant in variants
 
 
 def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
@@ -239,6 +254,11 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
     form = form_of(scenario, index)
     if scenario.variant == "uneven" and scenario.options[0] == "all_to_all":
         return (shape[0] + 2 * source + 3 * to, *shape[1:])
+    if scenario.variant == "uneven" and scenario.options[0] == "all_gather":
+        key = f"{scenario.session_seed}/rows/{index // 2}"
+        more = random.Random(key).sample(range(size), size)[source]
+        # The rank that has the most rows in one call has the fewest in the next.
+        return (shape[0] + 3 * (more if index % 2 else size - 1 - more), *shape[1:])
     if not form.endswith("splits"):
         return shape
     # Every rank sends the same number of rows in all, and a different number to each peer. A
@@ -309,6 +329,9 @@ def _make_message(
         exponent=spec.exponent_at(step),
         period=scenario.period,
     )
+    if scenario.variant == OF_DTYPES:
+        # A float64 may be rounded to a float32 on the way to a narrow dtype, or may not be.
+        values = values.float().double()
     if kind == SELDOM:
         rows = shape[0]
         draw = random.Random(f"{scenario.session_seed}/rows/{step}/{index}/{pair}")

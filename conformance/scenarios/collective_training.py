@@ -28,6 +28,7 @@ _LARGE = replace(
     "are drawn",
     steps=("uneven",),
     world_sizes=(2,),
+    observe=Observation(bytes_sent=True),
 )
 
 # All calls of one shape are made by the same object. Zeros and tiny values come first: error
@@ -63,9 +64,23 @@ _VIEWS = replace(
 _UNEVEN = replace(
     ORDERED,
     name="collective_uneven",
-    summary="an all_to_all of tensors of different sizes",
+    summary="an all_to_all or an all_gather of tensors of different sizes; each rank has the most "
+    "rows of an all_gather in some call, and fewer than another in the next",
     steps=("crafted", "normal"),
+    world_sizes=(2, 3),
     variant="uneven",
+)
+
+# Each rank may refuse a dtype, so that peers wait for rank 0.
+OF_DTYPES = "of_dtypes"
+_DTYPES = replace(
+    ORDERED,
+    name="collective_dtypes",
+    summary="messages of float64, float16 and bfloat16, of 300 to 900 elements, and of 2**11 to "
+    "2**18, in a drawn order",
+    steps=("normal",),
+    world_sizes=(2, 3),
+    variant=OF_DTYPES,
 )
 
 _IN_FLIGHT = replace(
@@ -92,6 +107,19 @@ _CHANGING_SCALE = replace(
     variant=VARYING,
 )
 _SCALES = (-10, 9)
+
+# The same on a group of all ranks. In some calls, which are drawn, the object is also called with
+# the value that new_group returns on ranks outside of a group.
+ALSO_OUTSIDE = "also_outside"
+_ALSO_OUTSIDE = replace(
+    _CHANGING_SCALE,
+    name="collective_outside",
+    summary="16 to 20 calls of values whose scale changes from call to call; before some calls "
+    "there is one as on a rank outside of the group",
+    world_sizes=(),
+    groups=((0, 1),),
+    variant=ALSO_OUTSIDE,
+)
 
 ON_GROUPS = "on_groups"
 
@@ -173,6 +201,24 @@ def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=tuple(_matrix(size, numbers) for size in sizes))
 
 
+def draw_uneven(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw two matrices of 10 to 40 elements, and two of 300 to 900."""
+    sizes = [numbers.randint(*ends) for ends in ((10, 40), (300, 900)) for _ in range(2)]
+    return replace(scenario, params=tuple(_matrix(size, numbers) for size in sizes))
+
+
+def draw_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw two messages of each dtype, their order, and a table as :func:`draw_large` does."""
+    params = [
+        replace(_matrix(size, numbers), dtype=dtype)
+        for dtype in ("float64", "float16", "bfloat16")
+        for size in (numbers.randint(300, 900), _log_uniform(2**11, 2**18, numbers))
+    ]
+    numbers.shuffle(params)
+    period = prime_from(numbers.randint(10_000, 20_000))
+    return replace(scenario, params=tuple(params), period=period)
+
+
 def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw 24 to 40 calls of one shape, of 100 to 900 elements, as many as layers may prefetch."""
     return _of_one_shape(scenario, numbers, numbers.randint(24, 40))
@@ -249,7 +295,9 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _RECOVERING.name: draw_recovering,
     _RECOVERING_HALF.name: draw_recovering_half,
     _VIEWS.name: draw_views,
-    _UNEVEN.name: draw_views,
+    _UNEVEN.name: draw_uneven,
+    _DTYPES.name: draw_dtypes,
+    _ALSO_OUTSIDE.name: draw_changing_scale,
     _IN_FLIGHT.name: draw_in_flight,
     _CHANGING_SCALE.name: draw_changing_scale,
     _ON_TWO_GROUPS.name: draw_on_groups,
@@ -261,7 +309,9 @@ LARGE = draw_large(_LARGE, random.Random(0))
 RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
 RECOVERING_HALF = draw_recovering_half(_RECOVERING_HALF, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
-UNEVEN = draw_views(_UNEVEN, random.Random(0))
+UNEVEN = draw_uneven(_UNEVEN, random.Random(0))
+DTYPES = draw_dtypes(_DTYPES, random.Random(0))
+WITH_CALLS_OUTSIDE = draw_changing_scale(_ALSO_OUTSIDE, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
 CHANGING_SCALE = draw_changing_scale(_CHANGING_SCALE, random.Random(0))
 ON_TWO_GROUPS = draw_on_groups(_ON_TWO_GROUPS, random.Random(0))
@@ -273,7 +323,9 @@ ALL = (
     RECOVERING_HALF,
     VIEWS,
     UNEVEN,
+    DTYPES,
     CHANGING_SCALE,
+    WITH_CALLS_OUTSIDE,
     IN_FLIGHT,
     ON_TWO_GROUPS,
     LONG,

@@ -9,8 +9,10 @@ wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16; the 
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
-                 2**17
+                 2**17; in some steps the one element that is not plain
 wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 4 to 12 rows, no two the same
+wrapper_many     a block of 4,100 to 5,000 layers, and 520 to 700 graphs at once of two blocks; the
+                 order of backwards
 wrapper_inputs   the order of three ways to ask for single gradients, with and without gradients
                  of parameters that are there before
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
@@ -46,7 +48,8 @@ SINGLE = replace(
 LARGE = replace(
     PLAIN,
     name="wrapper_large",
-    summary="activations of 2**17 to 2**21 elements in float32",
+    summary="activations of 2**17 to 2**21 elements in float32; in the last step those of one "
+    "block are zeros in all places but one",
     steps=("normal",) * 5,
     world_sizes=(2,),
     variant="training_large",
@@ -56,11 +59,15 @@ RANGES = replace(
     PLAIN,
     name="wrapper_ranges",
     summary="activations of bfloat16, float16, float32 and float64, with drawn exponents of any "
-    "normal number of the dtype; all results are exact",
-    steps=("normal",) * 2,
+    "normal number of the dtype; then with zeros, or small whole numbers, in all places but one; "
+    "all results are exact",
+    steps=("normal",) * 5,
     world_sizes=(2,),
     variant="training_ranges",
 )
+
+# Steps of ``RANGES``. In those after the step of SPECIAL_VALUES all elements but one are plain.
+SPECIAL_VALUES = 1
 
 GRAPHS = replace(
     PLAIN,
@@ -70,6 +77,20 @@ GRAPHS = replace(
     steps=("normal",) * 4,
     world_sizes=(2,),
     variant="training_graphs",
+)
+
+# The first step runs the block with many layers, the second one the others.
+MANY_LAYERS = (4100, 5000)
+MANY_GRAPHS = (520, 700)
+MANY = replace(
+    PLAIN,
+    name="wrapper_many",
+    summary=f"a block of {MANY_LAYERS[0]} to {MANY_LAYERS[1]} layers, each of which saves its "
+    f"input; {MANY_GRAPHS[0]} to {MANY_GRAPHS[1]} forwards of two small blocks before their "
+    "backwards",
+    steps=("normal",) * 2,
+    world_sizes=(2,),
+    variant="training_many",
 )
 
 RETAINED = replace(
@@ -211,8 +232,8 @@ LONG = replace(
 )
 
 SCENARIOS = (
-    *(SINGLE, LARGE, RANGES, GRAPHS, RETAINED, PENALTY, INPUTS, WRITTEN, FROZEN, INDICES, HALF),
-    LONG,
+    *(SINGLE, LARGE, RANGES, GRAPHS, MANY, RETAINED, PENALTY, INPUTS, WRITTEN, FROZEN, INDICES),
+    *(HALF, LONG),
 )
 
 
@@ -250,9 +271,22 @@ def draw_graphs(scenario: Scenario, numbers: random.Random) -> Scenario:
     )
 
 
+def draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of layers, which is the first parameter's size, and that of graphs."""
+    layers = numbers.randint(*MANY_LAYERS)
+    return replace(scenario, params=(Param((layers,)), Param((numbers.randint(*MANY_GRAPHS),))))
+
+
 def draw_indices(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of rows of the table."""
     return replace(scenario, params=(Param((numbers.randint(70_000, 200_000), 4)),))
+
+
+def first_with_dropout(scenario: Scenario) -> int:
+    """Return the first step of a long run in which dropout draws; runs made for a number in a
+    subject's code have none.
+    """
+    return scenario.params[1].shape[0] if len(scenario.params) > 1 else len(scenario.steps)
 
 
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -269,6 +303,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     LARGE.name: draw_large,
     RANGES.name: draw_ranges,
     GRAPHS.name: draw_graphs,
+    MANY.name: draw_many,
     INDICES.name: draw_indices,
     LONG.name: draw_long,
 }

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.feedback_of_collectives import Feedback
 from tests.mutants.quantized_collectives import Made, Tensor, right
 
 
@@ -105,6 +106,62 @@ def nothing_later_alone(func: Made, qtype: str) -> Made:
     return exchange
 
 
+# ---- Feedback that a call outside of the group changes
+
+
+class EncodesOutside(Feedback):
+    """Encode what a call is given, and then look whether the rank is in the group."""
+
+    def __init__(self, func: Made, qtype: str, error_feedback: bool) -> None:
+        super().__init__(func)
+
+    def __call__(self, into: Any, given: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group") is not dist.GroupMember.NON_GROUP_MEMBER:
+            return super().__call__(into, given, *args, **kwargs)
+        self.go(given if isinstance(given, list) else [given], kwargs.get("async_op", False))
+        return None
+
+    def go(self, tensors: list[Any], async_op: bool) -> None:
+        for place, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.encoded(place, tensor)
+
+
+class EncodesLaterOutside(EncodesOutside):
+    """Encode first if the call is asynchronous, to overlap the two."""
+
+    def go(self, tensors: list[Any], async_op: bool) -> None:
+        if async_op:
+            super().go(tensors, async_op)
+
+
+class ForgetsOutside(EncodesOutside):
+    """Drop all errors in a call outside of the group, as if the group were another one."""
+
+    def go(self, tensors: list[Any], async_op: bool) -> None:
+        self.errors.clear()
+
+
+class CountsOutside(EncodesOutside):
+    """Send zeros after a call outside of the group, as if the message had been sent in it."""
+
+    is_sent = False
+
+    def go(self, tensors: list[Any], async_op: bool) -> None:
+        self.is_sent = True
+
+    def encoded(self, place: int, tensor: Tensor) -> Tensor:
+        given = torch.zeros_like(tensor) if self.is_sent else tensor
+        self.is_sent = False
+        self.errors.clear()
+        return super().encoded(place, given)
+
+
+def _fed_back(name: str, func: str, feedback: bool = True) -> Mutant:
+    target = f"{name},func={func},qtype=INT8,error_feedback={feedback}"
+    return Mutant(target, ("18.36",), kind="collective")
+
+
 OF = {"kind": "collective"}
 MUTANTS = [
     Mutant("decodes_nothing,func=all_gather,qtype=FP16", ("18.36",), **OF),
@@ -114,4 +171,8 @@ MUTANTS = [
     Mutant("nothing_alone,func=all_to_all_single,qtype=FP16", ("18.11",), **OF),
     Mutant("nothing_later_alone,func=all_gather,qtype=FP16", ("18.11",), **OF),
     Mutant("clears_first,func=all_to_all_single,qtype=FP16", ("18.36",), **OF),
+    _fed_back("EncodesOutside", "all_gather"),
+    _fed_back("EncodesLaterOutside", "all_to_all"),
+    _fed_back("ForgetsOutside", "scatter"),
+    _fed_back("CountsOutside", "all_gather", feedback=False),
 ]

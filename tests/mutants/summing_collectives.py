@@ -239,6 +239,51 @@ class KeepsItsOwnPartIfLarge(KeepsItsOwnPart):
         return Halves.gathered(self, total, size, group)
 
 
+class KeepsItsOwnPartOf(KeepsItsOwnPart):
+    """Keep the unrounded sum of this rank's part, in messages of some dtypes alone."""
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    more_than = 0
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        self.is_kept = tensor.dtype in self.dtypes and tensor.numel() > self.more_than
+        super().reduce(tensor, size, group)
+
+    def gathered(self, total: Tensor, size: int, group: Any) -> Tensor:
+        if self.is_kept:
+            return super().gathered(total, size, group)
+        return Halves.gathered(self, total, size, group)
+
+
+class KeepsItsOwnPartOfDoubles(KeepsItsOwnPartOf):
+    """Keep the unrounded sum of this rank's part, in messages of float64."""
+
+    dtypes = (torch.float64,)
+
+
+class KeepsLargePartsInBrainFloat(KeepsItsOwnPartOf):
+    """Keep the sum of this rank's part as it was before float16, in messages of bfloat16 that are
+    worth a copy.
+    """
+
+    dtypes = (torch.bfloat16,)
+    more_than = 1000
+
+
+class MovesOnItsLeader(Halves):
+    """Move the sum by half of a last place on the first rank, in messages of float16."""
+
+    def gathered(self, total: Tensor, size: int, group: Any) -> Tensor:
+        whole = super().gathered(total, size, group)
+        if self.dtype is torch.float16 and dist.get_rank(group) == 0:
+            return whole + 2.0**-11 * whole
+        return whole
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        self.dtype = tensor.dtype
+        super().reduce(tensor, size, group)
+
+
 class AddsInItsOwnOrder(Halves):
     """Sum all messages on every rank, beginning with its own; ranks round otherwise."""
 
@@ -404,4 +449,7 @@ MUTANTS = [
     _named("KeepsItsOwnPart", "18.34"),
     _named("KeepsItsOwnPartIfLarge", "18.34"),
     _named("AddsInItsOwnOrder", "18.34"),
+    _named("KeepsItsOwnPartOfDoubles", "18.34"),
+    _named("KeepsLargePartsInBrainFloat", "18.34"),
+    _named("MovesOnItsLeader", "18.34"),
 ]

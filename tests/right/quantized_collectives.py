@@ -21,6 +21,8 @@ def half_all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None
         raise TypeError(f"expected float32, got {tensor.dtype}")
     size = dist.get_world_size(group)
     count = tensor.numel()
+    if any(output.numel() != count for output in tensor_list):
+        raise ValueError("expected tensors of one size")
     gathered = torch.empty(size * count, dtype=torch.float16)
     dist.all_gather_into_tensor(gathered, tensor.reshape(-1).half(), group=group)
     for output, part in zip(
@@ -152,6 +154,32 @@ def broadcast_scatter(qtype: str = "bf16", quant_loss: float = 1.0) -> Callable[
     return scatter
 
 
+def gather_by_broadcasts(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Gather float16 by a broadcast from each rank, so that sizes need not be equal."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    codes = [torch.empty(output.shape, dtype=torch.float16) for output in tensor_list]
+    codes[dist.get_rank(group)].copy_(tensor.contiguous())
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    works = [
+        dist.broadcast(code, rank, group, async_op=True)
+        for code, rank in zip(codes, ranks, strict=True)
+    ]
+
+    def finish() -> None:
+        for work in works[:-1]:
+            work.wait()
+        for output, code in zip(tensor_list, codes, strict=True):
+            output.copy_(code)
+
+    arriving = Arriving(works[-1], finish)
+    return arriving if async_op else arriving.wait()
+
+
 def matrices_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
     """Gather float32 matrices only, as claimed."""
     if tensor.ndim != 2 or tensor.dtype != torch.float32:
@@ -170,6 +198,8 @@ def half_as_they_lie(tensor_list: list[Tensor], tensor: Tensor, group: Any = Non
     """Gather elements in the order of memory; refuse tensors that do not all have one order."""
     if any(output.stride() != tensor.stride() for output in tensor_list):
         raise ValueError("expected outputs with the strides of the input")
+    if any(output.shape != tensor.shape for output in tensor_list):
+        raise ValueError("expected tensors of one size")
     dense = torch.empty_like(tensor, memory_format=torch.preserve_format)
     if dense.stride() != tensor.stride():
         raise ValueError("expected tensors without gaps")
@@ -253,6 +283,7 @@ half_scatter = broadcast_scatter("fp16")  # made on import
 
 RIGHT = [
     Right("half_all_gather", "collective(all_gather), rounded(float16)", kind="collective"),
+    Right("gather_by_broadcasts", "collective(all_gather), rounded(float16)", kind="collective"),
     Right(
         "matrices_of_half",
         "collective(all_gather), rounded(float16), dimensions(2)",

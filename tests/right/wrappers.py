@@ -1,5 +1,6 @@
 """Right wrappers of modules."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -207,6 +208,110 @@ def selective(module: torch.nn.Module, keeps: str = "addmm") -> torch.nn.Module:
     return module
 
 
+def narrow_if_exact(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep tensors of float32 in float16 if all of their elements are the same numbers in it."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        kept = tensor.detach()
+        if kept.dtype is torch.float32:
+            small = kept.half()
+            if torch.equal(small.float(), kept):
+                return small, None
+        return (tensor, tensor._version)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor, version = packed
+        if version is None:
+            return tensor.float()  # type: ignore[no-any-return]
+        if tensor._version != version:
+            raise RuntimeError("a tensor was changed in place after the forward")
+        return tensor  # type: ignore[no-any-return]
+
+    return _saving(module, pack, unpack)
+
+
+class Pool:
+    """A pool of places for saved tensors, which all blocks share; it grows if all are in use.
+
+    A place is free again when the graph is.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.held: list[torch.Tensor | None] = []
+
+    def pack(self, tensor: torch.Tensor) -> "Place":
+        """Keep a copy of a tensor."""
+        if not self.free:
+            self.free = list(range(len(self.held), 2 * len(self.held) + 64))[::-1]
+            self.held += [None] * len(self.free)
+        place = self.free.pop()
+        self.held[place] = tensor.detach().clone()
+        return Place(self, place)
+
+
+class Place:
+    """A place of a pool, which is given back when nothing refers to this object."""
+
+    def __init__(self, pool: Pool, number: int) -> None:
+        self.pool = pool
+        self.number = number
+
+    def __del__(self) -> None:
+        self.pool.held[self.number] = None
+        self.pool.free.append(self.number)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, whose place stays in use."""
+        kept = self.pool.held[self.number]
+        assert kept is not None
+        return kept
+
+
+_pool = Pool()
+
+
+def in_a_pool(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep copies of saved tensors in a pool."""
+    return _saving(module, _pool.pack, Place.tensor)
+
+
+def _saving(
+    module: torch.nn.Module, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
+) -> torch.nn.Module:
+    """Return the module, whose forward packs the tensors that it saves."""
+    inside = type(module)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(pack, unpack):
+            return inside.forward(self, *args, **kwargs)
+
+    module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
+    return module
+
+
+def seeds_by_a_count(module: torch.nn.Module) -> torch.nn.Module:
+    """Recompute with numbers of a seed that no other recomputation has."""
+    inside = type(module)
+    count = itertools.count()
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not ran:
+                ran.append(True)
+                return inside.forward(self, *args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(next(count))
+                return inside.forward(self, *args, **kwargs)
+
+        return careful_checkpoint(run, *args, preserve_rng_state=False, **kwargs)
+
+    module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
+    return module
+
+
 class Composed:
     """A callable object that puts one wrapper around another."""
 
@@ -226,4 +331,7 @@ RIGHT = [
     Right("to_numpy", kind="wrapper"),
     Right("selective,keeps=addmm", kind="wrapper"),
     Right("composed", "recomputes", kind="wrapper"),
+    Right("narrow_if_exact", kind="wrapper"),
+    Right("in_a_pool", kind="wrapper"),
+    Right("seeds_by_a_count", "recomputes, draws_anew", kind="wrapper"),
 ]

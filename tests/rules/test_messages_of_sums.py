@@ -4,6 +4,7 @@ import expecttest
 import torch
 
 from conformance.scenarios import collective as scenarios
+from conformance.scenarios.collective_training import DTYPES
 from tests.rules.test_messages_of_collectives import called, text
 from tests.rules.test_more_reasons import reasons
 
@@ -70,3 +71,14 @@ def test_reasons_name_the_collective() -> None:
     claims = "collective(all_gather), rounded(float16)"
     assert "all_gather has no argument op" in reasons("18.33", gathers, claims)
     assert "all_gather is no all_reduce" in reasons("18.34", called(), claims)
+    scatter = "collective(scatter), rounded(float16)"
+    scattered = called(claims=scatter)
+    assert "torch's scatter takes tensors of one size" in reasons("18.24", scattered, scatter)
+
+
+def test_reasons_name_refused_calls() -> None:
+    of_dtypes = called(DTYPES, SUM, refused="TypeError: float32 alone")
+    assert "it refuses messages of other dtypes than float32" in reasons("18.34", of_dtypes, SUM)
+    claims = "collective(all_gather), rounded(float16)"
+    asynchronous = called(scenarios.WAITED, claims, refused="TypeError: no async_op")
+    assert "it refuses these calls" in reasons("18.15", asynchronous, claims)

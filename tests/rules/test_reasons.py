@@ -160,7 +160,6 @@ def reasons(number: str, run: Run, claims: str) -> list[str]:
             "ranks replicate",
         ),
         ("18.13", HALF, "all_gather has no split sizes"),
-        ("18.24", HALF, "torch's all_gather takes tensors of one size in a list"),
     ],
 )
 def test_the_reason_is_given(number: str, claims: str, reason: str) -> None:

@@ -29,8 +29,12 @@ ROUNDING = 2.0**-20
 _SMALLEST = 2.0**-149
 
 
-def require_nothing_lost(run: Run, claims: Claims, found: Found) -> None:
-    """Require after every call that all calls together have lost no more than the last error."""
+def require_nothing_lost(run: Run, claims: Claims, found: Found, cause: str = "") -> None:
+    """Require after every call that all calls together have lost no more than the last error.
+
+    Args:
+        cause: the likely cause if they have; the change of scales if it is empty.
+    """
     loss = loss_factor(run, claims)
     promised = {
         key: promise
@@ -64,7 +68,7 @@ def require_nothing_lost(run: Run, claims: Claims, found: Found) -> None:
                     f"a sum of all calls within {bound[at].item():.3g}",
                     f"{arrival}, index {at}: off by {difference[key][at].abs().item():.3g} after "
                     f"{call.step + 1} calls",
-                    "an error is lost, or changed, as values of another scale follow",
+                    cause or "an error is lost, or changed, as values of another scale follow",
                 )
                 return
             found.checked(1, float(used[at]))

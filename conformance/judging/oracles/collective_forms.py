@@ -47,9 +47,13 @@ def require_dtype(run: Run, claims: Claims, found: Found, call: Call) -> None:
 
 
 def require_same_bits(run: Run, found: Found) -> None:
-    """Require that all ranks of a group hold the same outputs after each call."""
+    """Require that all ranks of a group hold the same outputs after each call that is not
+    refused.
+    """
     first: dict[tuple[int, int, tuple[int, ...]], Call] = {}
     for call in calls(run):
+        if call.refused:
+            continue
         group = run.group(call.rank)
         other = first.setdefault((call.step, call.index, tuple(group)), call)
         output = 0

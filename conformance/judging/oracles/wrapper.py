@@ -142,6 +142,26 @@ def require_same_modes(runs: Runs, found: Found) -> None:
                 )
 
 
+def require_new_states(runs: Runs, found: Found) -> None:
+    """Require that no block runs again from a state of the generators from which it has run again
+    in another step: it would draw the same numbers.
+    """
+    for name in subject_runs(runs):
+        for rank in runs[name].ranks:
+            seen: dict[tuple[str, str], int] = {}
+            for event in rank.all("ran"):
+                step = event["step"]
+                for block, state in event.get("begins_at", {}).items():
+                    earlier = seen.setdefault((block, state), step)
+                    found.require(
+                        earlier == step,
+                        "other random numbers in the backward of each step",
+                        f"rank {rank.rank}, step {step} of {name}: {block} runs again from the "
+                        f"state of the generator that it has run again from in step {earlier}",
+                        "the generator is seeded before the forward runs again",
+                    )
+
+
 def require_same_hooks(runs: Runs, found: Found) -> None:
     """Require that every module hook fires as often as without the wrapper."""
     for place, event, right in paired_events(runs, "fired"):

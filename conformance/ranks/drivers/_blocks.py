@@ -40,6 +40,8 @@ class Watch:
         autocast: by phase, the dtypes in which autocast had the blocks compute.
         raises: the block that is to raise an exception; '' is none.
         raised: the name of the exception, which is Python's.
+        generator: returns the state of torch's generators; None if states are not observed.
+        states: by phase, the state of the generators at which each block's last forward began.
     """
 
     def __init__(self) -> None:
@@ -48,12 +50,15 @@ class Watch:
         self.raised = ERROR
         self.runs: dict[str, Counter[str]] = {}
         self.autocast: dict[str, list[str]] = {}
+        self.generator: Callable[[], str] | None = None
+        self.states: dict[str, dict[str, str]] = {}
         self._seen: list[tuple[str, StorageWeakRef, int]] = []
 
     def begin(self) -> None:
         """Forget all observations."""
         self.runs = {}
         self.autocast = {}
+        self.states = {}
         self._seen = []
 
     def enters(self, block: str, device: str) -> None:
@@ -63,8 +68,14 @@ class Watch:
         if torch.is_autocast_enabled(device):
             dtype = str(torch.get_autocast_dtype(device))
         self.autocast[self.phase] = sorted({*self.autocast.get(self.phase, ()), dtype})
+        if self.generator:
+            self.states.setdefault(self.phase, {})[block] = self.generator()
         if self.raises == block:
             raise getattr(builtins, self.raised)(f"{block} raises as planned")
+
+    def observed(self) -> dict[str, Any]:
+        """Return the fields that a record has of the forwards, besides their numbers."""
+        return {"autocast": self.autocast, "begins_at": self.states.get("backward", {})}
 
     def sees(self, block: str, tensor: torch.Tensor) -> torch.Tensor:
         """Note an activation of a block, which is neither its input nor its output."""

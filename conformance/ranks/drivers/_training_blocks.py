@@ -124,6 +124,21 @@ class Grows(nn.Module):
         return x + x * self.weight / 8
 
 
+class Layers(nn.Module):
+    """A block of many layers, each of which multiplies its input by signs, and saves it."""
+
+    def __init__(self, called: str, count: int) -> None:
+        super().__init__()
+        self.called = called
+        self.signs = nn.Parameter(torch.empty(count, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        for signs in self.signs.unbind():
+            x = x * signs
+        return x
+
+
 _BEYOND_32_BITS = 2**40
 
 
@@ -201,6 +216,8 @@ def training_network(scenario: Scenario, numbers: torch.Generator) -> Chain:
     _fill(made, numbers)
     if scenario.variant == "training_large":
         _scale(made, scenario)
+    if scenario.variant == "training_many":
+        made.blocks[0].signs.data.sign_()  # type: ignore[union-attr, operator]
     return made
 
 
@@ -232,6 +249,9 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         return [Block("block 0")]
     if scenario.variant == "training_graphs":
         return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
+    if scenario.variant == "training_many":
+        (layers,) = scenario.params[0].shape
+        return [Layers("block 0", layers), Block("block 1"), Block("block 2")]
     blocks = [Block("block 0"), Attends("block 1"), Block("block 2")]
     return [*blocks, *_rows(scenario)] if scenario.variant == "training_single" else blocks
 

@@ -16,7 +16,7 @@ import torch
 
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
 from conformance.ranks.drivers._convolutions import convolution_shapes, without_tf32
-from conformance.ranks.drivers._exact_factors import exact_factors
+from conformance.ranks.drivers._exact_factors import clear_all_but_one, exact_factors
 from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._training_blocks import (
     COLUMNS,
@@ -31,11 +31,14 @@ from conformance.scenarios.wrapper_training import (
     ADDS,
     HALF,
     INDICES,
+    LARGE,
     LONG,
     OTHER_FORWARD,
     PENALTY,
     REPLACES,
     RETAINED,
+    SPECIAL_VALUES,
+    first_with_dropout,
     has_trained_input,
     order_of_writing,
 )
@@ -74,6 +77,7 @@ class WrapperTraining:
             "training_large": self._large,
             "training_ranges": self._ranges,
             "training_graphs": self._graphs,
+            "training_many": self._many,
             "training_retained": self._retained,
             "training_penalty": self._penalty,
             "training_inputs": self._inputs,
@@ -113,7 +117,7 @@ class WrapperTraining:
         finally:
             WATCH.phase = ""
         driver.recorder.event("stepped", generator=generators(), packs=saved_tensors_are_packed())
-        driver.recorder.event("ran", autocast=WATCH.autocast, **WATCH.runs)
+        driver.recorder.event("ran", **WATCH.observed(), **WATCH.runs)
         if not self._is_unrecorded():
             self._keep_gradients("")
         return True
@@ -121,7 +125,7 @@ class WrapperTraining:
     def _draws(self) -> bool:
         """Whether dropout of the kit's model draws in this step."""
         if self._scenario.variant == LONG.variant:
-            return self._driver.recorder.step >= self._scenario.params[1].shape[0]
+            return self._driver.recorder.step >= first_with_dropout(self._scenario)
         return self._scenario.variant == INDICES.variant
 
     # The work of a step, by the scenario's variant.
@@ -132,6 +136,7 @@ class WrapperTraining:
         if self._scenario.variant == LONG.variant:
             rows = self._scenario.params[0].shape[self._driver.recorder.step]
             self._inside[0].dropout.p = LATE_DROPOUT if self._draws() else 0.0
+            WATCH.generator = generators if self._draws() else None
         x = self._input(rows)
         casts: torch.autocast | nullcontext[None] = nullcontext()
         if self._scenario.variant == HALF.variant:
@@ -187,6 +192,8 @@ class WrapperTraining:
         inputs = [
             (self._drawn(inside.scale.shape) * scale).requires_grad_() for _, inside in blocks
         ]
+        if not is_small and not self._is_unrecorded() and self._scenario.name == LARGE.name:
+            clear_all_but_one(inputs, self._values)
         grads = [self._drawn(x.shape) for x in inputs]
         before = _memory()
         WATCH.phase = "forward"
@@ -207,18 +214,19 @@ class WrapperTraining:
 
     def _ranges(self) -> None:
         """Run each block on numbers of all magnitudes of its dtype; in the second step on NaN and
-        infinities, too.
+        infinities, too; and in later ones on plain numbers, with one other among them.
         """
+        step = self._driver.recorder.step
         outputs = []
         inputs = []
         grads = []
         WATCH.phase = "forward"
         for block, inside in zip(self._net.blocks, self._inside, strict=True):
-            factors = exact_factors(inside.first, self._values)
+            factors = exact_factors(inside.first, self._values, step > SPECIAL_VALUES)
             with torch.no_grad():
                 inside.first.copy_(factors.first)
                 inside.second.copy_(factors.second)
-            if self._driver.recorder.step:
+            if step == SPECIAL_VALUES:
                 ends = torch.tensor([math.inf, -math.inf, math.nan], dtype=factors.x.dtype)
                 factors.x.view(-1)[[0, len(factors.x) // 2, -1]] = ends.to(factors.x.device)
             inputs.append(factors.x.requires_grad_())
@@ -254,6 +262,25 @@ class WrapperTraining:
         for index, inside in enumerate(self._inside):
             for name, buffer in inside.named_buffers():
                 self._keep(f"buffer/{index}.{name}", buffer)
+
+    def _many(self) -> None:
+        """Run one block of many layers; in the second step, many graphs of two small blocks."""
+        layers, *small = self._net.blocks
+        is_first = self._driver.recorder.step == 0
+        blocks = [layers] if is_first else small
+        (graphs,) = (1,) if is_first else self._scenario.params[1].shape
+        inputs = [self._input(2) for _ in range(graphs)]
+        outputs = inputs
+        WATCH.phase = "forward"
+        for block in blocks:
+            outputs = [block(x) for x in outputs]
+        grads = [self._drawn(output.shape) for output in outputs]
+        WATCH.phase = "backward"
+        for place in self._drawn_order(range(graphs)):
+            outputs[place].backward(grads[place])
+        present = [x.grad for x in inputs if x.grad is not None]
+        self._keep("output/all", torch.cat(outputs))
+        self._keep("input/all", torch.cat(present) if present else None)
 
     def _order(self, step: int, count: int) -> Sequence[int]:
         """Return the order of backwards: that of forwards, the reverse, or a drawn one."""

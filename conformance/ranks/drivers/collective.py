@@ -33,6 +33,8 @@ class CollectiveDriver(RankDriver):
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._tensors_of_calls: TensorsOfCalls = {}
         self._refuses_async = False
+        # By whether calls have async_op=True.
+        self._refuses_outside: dict[bool, bool] = {}
         self._has_waited = False
         if self.scenario.variant == "after_world":
             self._call_on_world()
@@ -64,16 +66,38 @@ class CollectiveDriver(RankDriver):
                 call.function = self._make_collective()
             else:
                 self._prepare(0, [call])
-            call.leave_group()
-            raised = ""
-            with self.inside(self.scenario.options[0]):
-                try:
-                    call.begin()
-                    call.wait()
-                except Exception as error:
-                    raised = f"{type(error).__name__}: {error}"[:300]
-            self.collectives.take_sent()
-            self.recorder.event("outside", index=index, raised=raised, changed=call.changed())
+            self._make_outside(call)
+
+    def _make_outside(self, call: CollectiveCall) -> None:
+        """Make a call as on a rank outside of the group, and record the tensors that it changes."""
+        call.leave_group()
+        raised = ""
+        with self.inside(self.scenario.options[0]):
+            try:
+                call.begin()
+                call.wait()
+            except Exception as error:
+                raised = f"{type(error).__name__}: {error}"[:300]
+        self.collectives.take_sent()
+        self.recorder.event("outside", index=call.index, raised=raised, changed=call.changed())
+        self._refuses_outside[call.is_asynchronous] = bool(raised)
+
+    def _call_outside_too(self, call: CollectiveCall) -> None:
+        """Make a call as on a rank outside of the group first, in every other case with
+        async_op=True; the tensors are other ones with the same values.
+
+        A subject that refuses such calls need not keep anything: it is found out by another object.
+        """
+        other = self._call(call.step, call.index)
+        other.is_asynchronous = (call.step + call.index) % 2 == 1
+        if other.is_asynchronous not in self._refuses_outside:
+            other.function = self._make_collective()
+            self._make_outside(other)
+            other = self._call(call.step, call.index)
+            other.is_asynchronous = (call.step + call.index) % 2 == 1
+        if not self._refuses_outside[other.is_asynchronous]:
+            other.function = call.function
+            self._make_outside(other)
 
     def _enter_world(self) -> None:
         self.group = dist.group.WORLD
@@ -113,6 +137,8 @@ class CollectiveDriver(RankDriver):
             return
         for call in calls:
             self._prepare(step, [call])
+            if messages.is_outside_too(self.scenario, step, call.index):
+                self._call_outside_too(call)
             self._make_calls([call])
 
     def _is_alone_at_last(self, step: int) -> bool:

@@ -60,6 +60,8 @@ class WrapperDriver(RankDriver):
             WrapperTraining(self, self._make_wrap()).run()
             return
         self._make_network()
+        if self.scenario.variant == "random":
+            WATCH.generator = generators
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             # Dropout draws the same numbers with and without the wrapper.
@@ -164,9 +166,8 @@ class WrapperDriver(RankDriver):
         # They hold the graph, and with it the activations.
         del output, loss
         left = _left()
-        autocast = WATCH.autocast
         self.recorder.event(
-            "ran", micro=number, kept=kept, left=left, autocast=autocast, **WATCH.runs
+            "ran", micro=number, kept=kept, left=left, **WATCH.observed(), **WATCH.runs
         )
 
     def _autocasts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

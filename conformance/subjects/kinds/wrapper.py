@@ -92,9 +92,9 @@ WRAPPER = Kind(
         ),
         option_flag(
             "draws_anew",
-            "The recomputation draws other random numbers, as torch documents for "
-            "preserve_rng_state=False.",
-            "19.18; the output alone: 19.2",
+            "The recomputation draws other random numbers, and new ones in each step, as torch "
+            "documents for preserve_rng_state=False.",
+            "19.18; outputs alone: 19.2, 19.33",
         ),
         min_world_size(),
     ),

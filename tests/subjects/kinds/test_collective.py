@@ -21,7 +21,8 @@ from conformance.ranks.drivers import collective
 from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import CALLED, FORMS, PLAIN, WAITED
-from conformance.scenarios.collective_training import IN_FLIGHT, ON_TWO_GROUPS
+from conformance.scenarios.collective_training import IN_FLIGHT, ON_TWO_GROUPS, UNEVEN
+from conformance.scenarios.draws import drawn
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 from conformance.session.adaptations import adapt_scenario
@@ -330,6 +331,20 @@ def test_uneven_splits_are_as_many_rows_as_even_ones(size: int) -> None:
         assert len(totals) == 1
         assert totals.pop() % size == 0
         assert all(len({*row}) == size for row in rows)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_of_an_uneven_gather_has_more_than_others_in_some_call(size: int) -> None:
+    claims = parse_claims("collective(all_gather), rounded(float16)", "collective")
+    for seed in range(10):
+        scenario = drawn(adapt_scenario(UNEVEN, claims), seed)
+        rows = [
+            [messages.shape_of(scenario, size, index, source, 0)[0] for source in range(size)]
+            for index in range(len(scenario.params))
+        ]
+        assert all(len({*of_call}) == size for of_call in rows)
+        for first, second in itertools.permutations(range(size), 2):
+            assert any(of_call[first] < of_call[second] for of_call in rows)
 
 
 def test_neighbours_in_bfloat16() -> None:

@@ -1,0 +1,61 @@
+"""The bytes that quantized collectives pass to torch's own, against those that a claim allows."""
+
+from collections import defaultdict
+
+import torch
+
+from conformance.judging.oracles import collective_bounds as bounds
+from conformance.judging.oracles.collective import Call, calls
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios import collective_messages as messages
+from conformance.subjects.claims import Claims
+
+
+def require_fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
+    """Require that calls send no more bytes than their format needs, and fewer than float32.
+
+    Calls with async_op=True begin before others of the step have ended: their bytes are counted
+    together. Calls that are refused count nothing.
+    """
+    together: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
+    for call in calls(run):
+        is_alone = not messages.is_asynchronous(run.scenario, call.step, call.index)
+        if not call.refused:
+            together[call.rank, call.step, call.index if is_alone else -1].append(call)
+    if not together:
+        found.leaves_out("it refuses these calls")
+        return
+    sent = [_require_of_calls(run, claims, found, some) for some in together.values()]
+    if not any(sent):
+        found.checks = 0
+        found.does_not_apply(
+            "it passes nothing to torch's collectives: its bytes are not seen here"
+        )
+
+
+def _require_of_calls(run: Run, claims: Claims, found: Found, some: list[Call]) -> int:
+    """Require the bytes of some calls together, and return them."""
+    size = run.world
+    sizes = [torch.Size(run.scenario.params[call.index].shape).numel() for call in some]
+    numel = sum(sizes)
+    unquantized = bounds.FLOAT32 * size * numel
+    sent = 0
+    for call in some:
+        for name, number in call.event["sent"]:
+            sent += number * bounds.times_sent(name, run.scenario.options[0], size)
+    if sent:
+        found.sends(sent, unquantized)
+    limit = sum(bounds.byte_limit(claims, size, size * one) for one in sizes)
+    is_wide = sent >= unquantized
+    is_fewer = sent <= limit
+    # Without a claimed ratio all that is known is that something has to be saved.
+    if claims.has("bounded") and bounds.largest_share(claims) == 1:
+        is_fewer = not is_wide
+    found.require(
+        is_fewer,
+        f"at most {limit / size:.0f} bytes a message, by {claims}",
+        f"{some[0]}: {sent / size:.0f} bytes for {numel} elements",
+        "as many bytes as in float32: rounded values are sent in a wide dtype" if is_wide else "",
+    )
+    return sent
