@@ -85,8 +85,8 @@ MANY_GRAPHS = (520, 700)
 MANY = replace(
     PLAIN,
     name="wrapper_many",
-    summary=f"a block of {MANY_LAYERS[0]} to {MANY_LAYERS[1]} layers, each of which saves its "
-    f"input; {MANY_GRAPHS[0]} to {MANY_GRAPHS[1]} forwards of two small blocks before their "
+    summary=f"a block of {MANY_LAYERS[0]} to {MANY_LAYERS[1]} layers that save their "
+    f"inputs; {MANY_GRAPHS[0]} to {MANY_GRAPHS[1]} forwards of two small blocks before their "
     "backwards",
     steps=("normal",) * 2,
     world_sizes=(2,),
