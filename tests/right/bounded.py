@@ -66,6 +66,8 @@ class Pooled:
     ) -> None:
         if async_op or not tensor.is_floating_point():
             raise NotImplementedError("async_op and integers are not supported")
+        if any(output.shape != tensor.shape for output in tensor_list):
+            raise ValueError("Pooled: all tensors have to have one shape")
         size = dist.get_world_size(group)
         count = tensor.numel()
         if self.buffer.numel() < size * count:
