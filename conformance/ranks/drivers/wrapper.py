@@ -57,6 +57,8 @@ class WrapperDriver(RankDriver):
             _ModuleComparison(self, self._make_wrap()).run()
             return
         if self.scenario.variant.startswith(TRAINING):
+            # It observes more from the step on in which dropout begins.
+            self.own_keepers = (WATCH,)
             WrapperTraining(self, self._make_wrap()).run()
             return
         self._make_network()
