@@ -90,10 +90,9 @@ def accumulates(run: Run, claims: Claims, found: Found) -> None:
     micro-batch.
 
     In this run and all others the trainer sets the gradients of a step aside, and clears them with
-    ``zero_grad()``, which sets them to None (16.36 has zeros): before the next step, or, in every
-    other step of this run, between the forward and the backward of its first micro-batch. Later
-    steps leave them alone, as DDP does, unless gradients are views of buckets or of the trainer's
-    own buffers.
+    ``zero_grad()``, which sets them to None: before the next step, or, in every other step of this
+    run, between the forward and the backward of its first micro-batch. Later steps leave them
+    alone, as DDP does, unless gradients are views of buckets or of the trainer's own buffers.
     """
     require_means(run, found)
 
@@ -236,18 +235,15 @@ def kept(run: Run, claims: Claims, found: Found) -> None:
     on=(SUBGROUPS, AFTER_WORLD, REWRAPPED),
     owns=(SUBGROUPS, AFTER_WORLD, REWRAPPED),
     needs=("16.2",),
-    source="torch documentation, torch.distributed.new_group; ranks in a group are not global "
-    "ranks",
+    source="torch documentation, torch.distributed.new_group: group ranks are not global ranks",
     remedy="model.process_group and its size in every collective; a global rank in place of a rank "
-    "in the group; a group, or its size, that is kept from the first model, or by id(model), or by "
-    "the network, which DDP may wrap anew",
+    "in the group; a group or its size that is kept from the first model, by id(model) or network",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of a model on a subgroup are the means over its ranks, and every collective is on
     that group. They are the means as well if the process has trained a model on WORLD before, which
-    is gone, and had the id() that the model has now; and if the same network was trained on WORLD
-    and then on other subgroups of this size, for one to three steps each, and wrapped in DDP anew.
-    """
+    is gone, and had the id() that the model has now; and if the same network was trained on WORLD,
+    then on other subgroups of this size, for one to three steps each, and wrapped anew."""
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only, and was run on WORLD")
         return

@@ -204,34 +204,14 @@ class Synchronizes(AveragesGradients):
         return loss
 
 
-class SynchronizesAnew(AveragesGradients):
+class SynchronizesAnew(Synchronizes):
     """The same, but gradients are averaged in every call, as by Horovod, whose step() warns then.
 
     A batch may be given up after ``synchronize()``: the next one is like any other.
     """
 
-    skips = False
-
     def synchronize(self) -> None:
         average_gradients(self.param_groups, self.group, self._divided)
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        self.skips = True
-        try:
-            yield
-        finally:
-            self.skips = False
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self.skips:
-            self.synchronize()
-        self.optim.step()
-        return loss
 
 
 HALVES = (torch.float16, torch.bfloat16)
