@@ -34,7 +34,7 @@ def session_markdown(body: Mapping[str, Any]) -> str:
     sizes = ", ".join(map(str, profile["world_sizes"]))
     checks = sum(rule["checks"] for rule in rules)
     lines = [
-        f"### {_HEADINGS.get(verdict, 'NOT CERTIFIED')} {span(name)} "
+        f"### {_HEADINGS.get(verdict, 'NOT JUDGED IN FULL')} {span(name)} "
         f"as {span(body['claims']['text'])}",
         "",
         f"{len(rules)} rules, {checks} checks; profile {span(profile['name'])}, "
@@ -43,7 +43,7 @@ def session_markdown(body: Mapping[str, Any]) -> str:
         "",
     ]
     if verdict not in _HEADINGS:
-        lines += ["A development run: no certificate.", ""]
+        lines += ["Nothing failed. A development run: no certificate.", ""]
     if verdict != "refused":
         # The reasons of a refusal are the rules that fail, which follow with their failures.
         lines += _titled_list("Because", body.get("reasons", ()))

@@ -82,7 +82,9 @@ def matrix_of(bodies: Sequence[Mapping[str, Any]]) -> Matrix:
         for number in numbers
     )
     properties: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "verdict": lambda body: _VERDICTS.get(body.get("verdict", "certified"), "NOT CERTIFIED"),
+        "verdict": lambda body: _VERDICTS.get(
+            body.get("verdict", "certified"), "NOT JUDGED IN FULL"
+        ),
         "claims": lambda body: str(body["claims"]["text"]),
         "profile": lambda body: str(body["profile"]["name"]),
         "world sizes": lambda body: ", ".join(map(str, body["profile"]["world_sizes"])),

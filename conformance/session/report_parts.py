@@ -15,7 +15,7 @@ LABELS = {
     "certified": "CERTIFIED",
     "refused": "REFUSED",
     "kit error": "KIT ERROR",
-    "not certified": "NOT CERTIFIED",
+    "not certified": "NOT JUDGED IN FULL",
 }
 _LEFT_OUT = "a collective that only some ranks issue"
 _BROKEN_RUN = (
