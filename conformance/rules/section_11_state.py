@@ -15,7 +15,7 @@ from conformance.scenarios.evidence import (
     FEEDBACK_UNUSED,
 )
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
-from conformance.scenarios.late_steps import RESUMED_LATE, SAVED_LATE
+from conformance.scenarios.late_steps import RESUMED_LATE, ROLLED_BACK_LATE, SAVED_LATE
 from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
 from conformance.scenarios.surroundings import JOINT
 from conformance.subjects.claims import DIFFERENCE, Claims
@@ -101,7 +101,8 @@ def _require_repeated(run: Run, found: Found) -> None:
         return
     resume, end = run.scenario.resume, len(run.scenario.steps)
     saved, loaded, starts_over = resume.saves_at, resume.rolls_back_at, resume.starts_over_at
-    _require_repeated_steps(run, found, range(saved, loaded), loaded, "the saved state")
+    again = min(loaded - saved, (starts_over or end) - loaded)
+    _require_repeated_steps(run, found, range(saved, saved + again), loaded, "the saved state")
     if starts_over and not found.failures:
         first = range(end - starts_over)
         _require_repeated_steps(run, found, first, starts_over, "the state before the first step")
@@ -326,22 +327,27 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "11.8",
     "Resumes with the same bits after hundreds of steps",
-    on=(SAVED_LATE, RESUMED_LATE),
-    owns=(SAVED_LATE, RESUMED_LATE),
+    on=(SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE),
+    owns=(SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE),
     claimed="checkpointable",
     reads_all_runs=True,
     needs=("11.2",),
     since="2.0",
     source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook "
     "State; jobs that are preempted go on from any step",
-    remedy="a number of the epoch, or of the round, that changes seldom and is not in the state; a "
-    "count of steps that is saved in too few bits",
+    remedy="a number of the epoch, or of the round, that changes seldom and is not in the state, "
+    "or that a load leaves as it is; a count of steps that is saved in too few bits; residuals of "
+    "half precision in a dtype that is narrower than the one in use",
 )
 def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load a state of step 203 to 703, or of later ones
     after a longer warm-up, give the bits that the old processes go on to give.
 
-    The number of steps and the size of the model's one parameter, 257 to 1,019, are drawn.
+    The number of steps, and the size and dtype of the model's one parameter, 257 to 1,019 elements
+    of float16 or bfloat16, are drawn. A state with load_state_dict also gives the same bits again
+    in float32 if its own process loads it 300 to 500 steps after it was saved.
     """
-    saved, resumed = runs.values()
+    saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)
+    if not found.failures:
+        _require_repeated(rolled_back, found)

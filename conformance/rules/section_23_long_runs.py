@@ -11,7 +11,11 @@ from conformance.judging.oracles import (
     slopes,
 )
 from conformance.judging.oracles.long_runs import LongRecord
-from conformance.judging.requirements import require_few_bytes, sees_collectives
+from conformance.judging.requirements import (
+    require_few_bytes,
+    require_few_bytes_before,
+    sees_collectives,
+)
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -295,10 +299,11 @@ def no_growth(run: Run, claims: Claims, found: Found) -> None:
     "now and then",
 )
 def bytes_sent_late(run: Run, claims: Claims, found: Found) -> None:
-    """Under ``ratio=r`` the bytes that a rank gives to collectives in a step are at most r times
-    those of its gradients in later steps, too.
+    """Under ``ratio=r`` the bytes that a rank gives to collectives are at most r times those of its
+    gradients in each of a thousand steps.
 
-    Ten steps or more are judged, after 1,000 to 1,200 others, whose number is drawn.
+    Judged are 1,010 to 1,212 steps; the number is drawn.
     """
     if sees_collectives([run], claims, found):
         require_few_bytes(run, claims, found)
+        require_few_bytes_before(run, claims, found)

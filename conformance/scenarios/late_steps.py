@@ -5,24 +5,27 @@ from dataclasses import replace
 
 from conformance.scenarios.hook import ORDERED, SAVED_ONE
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.reused_states import ROLLED_BACK
 
 FEWEST, MOST = 1000, 1200
 
 SENT_LATE = replace(
     ORDERED,
     name="sent_late",
-    summary="the scenario `ordered`, after 1,000 to 1,200 steps that are not recorded; their "
-    "number is drawn",
+    summary="the scenario `ordered`, after 1,000 to 1,200 steps of which the bytes that are sent "
+    "are recorded alone; their number is drawn",
     steps=("crafted",) * 12,
     unrecorded_steps=FEWEST,
+    observe=replace(ORDERED.observe, bytes_sent=True),
 )
 
 SAVED_LATE = replace(
     SAVED_ONE,
     name="saved_late",
     summary="the state is saved after 200 to 700 steps that are not recorded, and three others; "
-    "the number of steps and the size of the one parameter are drawn",
-    params=(Param((509,)),),
+    "the number of steps, and the size and dtype of the one parameter, float16 or bfloat16, are "
+    "drawn",
+    params=(Param((509,), "bfloat16"),),
     unrecorded_steps=200,
 )
 
@@ -34,7 +37,17 @@ RESUMED_LATE = replace(
     resume=replace(SAVED_LATE.resume, resumes=True),
 )
 
-ALL = (SENT_LATE, SAVED_LATE, RESUMED_LATE)
+# All steps from the save on feed the same gradients.
+ROLLED_BACK_LATE = replace(
+    ROLLED_BACK,
+    name="rolled_back_late",
+    summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the state, "
+    "and repeats the first 12 of these; all of it is drawn",
+    params=(Param((509,)),),
+)
+REPEATED = 12
+
+ALL = (SENT_LATE, SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE)
 
 
 def draw_late(scenario: Scenario, draws: random.Random) -> Scenario:
@@ -45,12 +58,25 @@ def draw_late(scenario: Scenario, draws: random.Random) -> Scenario:
 def draw_saved_late(scenario: Scenario, _: random.Random) -> Scenario:
     """Draw the number of steps and the size, alike for both runs."""
     draws = random.Random(f"{scenario.session_seed}/saved late")
-    params = (Param((draws.randint(257, 1019),)),)
+    params = (Param((draws.randint(257, 1019),), draws.choice(("float16", "bfloat16"))),)
     return replace(scenario, params=params, unrecorded_steps=draws.randint(200, 700))
+
+
+def draw_rolled_back_late(scenario: Scenario, draws: random.Random) -> Scenario:
+    """Draw the size, and the numbers of steps before the save and before the load."""
+    saves_at, later = scenario.resume.saves_at, draws.randint(300, 500)
+    return replace(
+        scenario,
+        params=(Param((draws.randint(257, 1019),)),),
+        steps=scenario.steps[:saves_at] + ("constant",) * (later + REPEATED),
+        unrecorded_steps=draws.randint(0, 40),
+        resume=replace(scenario.resume, rolls_back_at=saves_at + later),
+    )
 
 
 DRAWS = {
     SENT_LATE.name: draw_late,
     SAVED_LATE.name: draw_saved_late,
     RESUMED_LATE.name: draw_saved_late,
+    ROLLED_BACK_LATE.name: draw_rolled_back_late,
 }

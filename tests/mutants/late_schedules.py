@@ -180,6 +180,8 @@ MUTANTS = [
     Mutant("pauses_once,first=641,steps=90", ("23.5",), "local", worlds=(2, 3)),
     Mutant("single_precision_from,first=877", ("23.9",), _IN_HALF),
     Mutant("checks_every,steps=3,first=211", ("23.9",), _IN_HALF),
+    Mutant("checks_every,steps=337,first=300", ("23.9",), _IN_HALF),
+    Mutant("checks_every,steps=611,first=600", ("23.9",), _IN_HALF),
     Mutant("begins_to_send,first=463", ("23.9",), "local(ratio=0)"),
     Mutant("pool_of_another_dtype", ("9.4",)),
     Mutant("masters_of_each_step", ("9.4",)),
