@@ -81,11 +81,12 @@ def allowed_sum(
     exact = _combined([part.exact for part in parts], operation)
     magnitude = sum((_finite(part.exact).abs() for part in parts), torch.zeros_like(exact))
     unit = max(unit_of(narrow), eps)
-    of_sum = count * unit * magnitude
+    # An infinity may arrive as the largest number, which is rounded in a sum as others are.
+    as_finite = sum((_finite_end(part).abs() for part in parts), torch.zeros_like(exact))
     of_messages = sum((part.bound for part in parts), torch.zeros_like(exact))
-    more = of_sum
+    more = count * unit * as_finite
     if second_bound is not None:
-        more = more + second_bound(magnitude + of_messages)
+        more = more + second_bound(as_finite + of_messages)
     low = _combined([part.low for part in parts], operation) - more
     high = _combined([part.high for part in parts], operation) + more
     is_free = exact.isnan() & ~_any_nan(parts)
@@ -159,6 +160,12 @@ def _combined(values: Sequence[torch.Tensor], operation: str) -> torch.Tensor:
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
     return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _finite_end(part: Allowed) -> torch.Tensor:
+    """Return the values as they are sent; of those that are not finite the finite end, or 0."""
+    ends = _finite(part.low) + _finite(part.high)
+    return torch.where(part.exact.isfinite(), part.exact, ends)
 
 
 def _any_nan(parts: Sequence[Allowed]) -> torch.Tensor:
