@@ -339,6 +339,19 @@ class Trains(DistributedDataParallel):
         super().__call__(torch.randn(2, 4)).square().sum().backward()
 
 
+class StepsItself(DistributedDataParallel):
+    """torch's DDP as its own trainer: a call is the usual forward, and step() trains."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(torch.nn.Linear(4, 3), process_group=process_group)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self(torch.randn(2, 4)).square().sum().backward()
+        self.optimizer.step()
+
+
 def ddp(process_group: Any, buffers: bool = True) -> Trains:
     """Return a model in DDP, with a buffer that is broadcast unless ``buffers`` is False."""
     norm = torch.nn.BatchNorm1d(3) if buffers else torch.nn.Identity()
@@ -361,4 +374,5 @@ RIGHT = [
     Right("AveragesModels,period=2", kind=KIND),
     Right("KeepsAnExpert", kind=KIND),
     Right("ddp", kind=KIND),
+    Right("StepsItself", kind=KIND),
 ]

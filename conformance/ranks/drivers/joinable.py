@@ -92,7 +92,7 @@ class JoinableDriver(RankDriver):
             )
         if not callable(made) and not callable(getattr(made, "step", None)):
             raise TargetError(
-                "a joinable can be called, or has a method step(); "
+                "a joinable has a method step(), or can be called; "
                 f"{type(made).__name__} has neither"
             )
         self.recorder.event("subject", is_context=False)
@@ -295,7 +295,9 @@ class _Joinable(Contexts):
 
     def _take_step(self, subject: Any) -> None:
         self.note("takes")
-        if callable(subject):
-            subject()
+        # A module can be called, too: a subclass of DDP that is its own trainer has a step().
+        step = getattr(subject, "step", None)
+        if callable(step):
+            step()
         else:
-            subject.step()
+            subject()
