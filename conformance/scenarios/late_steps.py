@@ -41,8 +41,8 @@ RESUMED_LATE = replace(
 ROLLED_BACK_LATE = replace(
     ROLLED_BACK,
     name="rolled_back_late",
-    summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the state, "
-    "and repeats the first 12 of these; all of it is drawn",
+    summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the "
+    "state, and repeats the first 12 of these; all of it is drawn",
     params=(Param((509,)),),
 )
 REPEATED = 12
