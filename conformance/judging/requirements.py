@@ -381,9 +381,9 @@ def require_few_bytes(run: Run, claims: Claims, found: Found) -> None:
 
 
 def require_few_bytes_before(run: Run, claims: Claims, found: Found) -> None:
-    """Require the same of the steps before those that are recorded, of which numbers of bytes are.
+    """Require the same of earlier steps, which are recorded by their numbers of bytes alone.
 
-    They are steps of a training with a ratio that is claimed.
+    A ratio is claimed.
     """
     assert claims.ratio is not None
     gradients = {rank: size for rank, _, _, size in run.bytes_sent()}

@@ -12,8 +12,8 @@ FEWEST, MOST = 1000, 1200
 SENT_LATE = replace(
     ORDERED,
     name="sent_late",
-    summary="the scenario `ordered`, after 1,000 to 1,200 steps of which the bytes that are sent "
-    "are recorded alone; their number is drawn",
+    summary="the scenario `ordered`, after 1,000 to 1,200 steps, a drawn number; those are "
+    "recorded by their bytes alone",
     steps=("crafted",) * 12,
     unrecorded_steps=FEWEST,
     observe=replace(ORDERED.observe, bytes_sent=True),
