@@ -220,8 +220,15 @@ def _coverage_lines(session: Session, conclusion: Conclusion) -> list[str]:
         hidden = len(uncovered) - _SHOWN_UNCOVERED
         lines.append(f"          and {hidden} more, see report.html")
     if probed := coverage.get("probes"):
-        values = ", ".join(str(one["value"]) for one in probed)
-        lines.append(f"          runs were made for these numbers in it: {values}")
+        untaken = {(one["file"], one["line"]) for one in coverage["untaken"]}
+        missed = [one for one in probed if (one["file"], one["line"]) in untaken]
+        reached = [one for one in probed if one not in missed]
+        if reached:
+            values = ", ".join(str(one["value"]) for one in reached)
+            lines.append(f"          runs were made for these numbers in it: {values}")
+        if missed:
+            places = ", ".join(f"{one['value']} ({one['file']}:{one['line']})" for one in missed)
+            lines.append(f"          runs were made for {places} too, and none took that branch")
     if missed := coverage.get("out_of_reach"):
         places = ", ".join(f"{one['value']} ({one['file']}:{one['line']})" for one in missed)
         lines.append(f"          no run was made for {places}: {NOT_TRIED}")

@@ -122,7 +122,7 @@ def test_failures_come_before_everything_else(made: Made) -> None:
 def test_a_should_rule_that_does_not_hold_is_advice_and_no_failure(made: Made) -> None:
     advice = next(number for number, rule in made().rules.items() if rule.level != MUST)
     page, text = written(made(failed(advice)))
-    assert "CERTIFIED" in text
+    assert "NOT JUDGED IN FULL" in text and "REFUSED" not in text
     assert "1 advice" in page.texts["span"]
     assert not [words for words in page.texts["span"] if "fail" in words]
     assert not [words for words in page.texts["summary"] if "fail" in words]
@@ -384,13 +384,19 @@ def test_numbers_that_were_not_tried_are_named(made: Made) -> None:
         "measured": True,
         "required": False,
         "files": [{"file": "pkg/a.py"}],
-        "untaken": [],
+        "untaken": [
+            {"file": "pkg/a.py", "line": 5, "source": "if idle >= 40:", "side": "never true"}
+        ],
         "never_called": [],
-        "probes": [{"value": 65536, "file": "pkg/a.py", "line": 3, "runs": []}],
+        "probes": [
+            {"value": 65536, "file": "pkg/a.py", "line": 3, "runs": []},
+            {"value": 40, "file": "pkg/a.py", "line": 5, "runs": []},
+        ],
         "out_of_reach": [{"value": 10**9, "file": "pkg/a.py", "line": 7, "runs": []}],
     }
     lines = [line.strip() for line in closing(session)]
     assert "runs were made for these numbers in it: 65536" in lines
+    assert "runs were made for 40 (pkg/a.py:5) too, and none took that branch" in lines
     assert (
         "no run was made for 1000000000 (pkg/a.py:7): no scenario reaches it, or eight others "
         "were tried before it"
