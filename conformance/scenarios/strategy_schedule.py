@@ -44,6 +44,7 @@ _WITHOUT_OWN_STEP = ("", "kept")
 COUNTS = "counts"
 # The variant "recovered" if all micro-batches use all parameters.
 RECOVERED_ALIKE = "recovered_alike"
+_RECOVERED = ("recovered", RECOVERED_ALIKE)
 
 
 def count_of(scenario: Scenario) -> int:
@@ -118,6 +119,11 @@ def raises_in(scenario: Scenario, step: int) -> int | None:
 
 def raised_in(scenario: Scenario, step: int) -> str:
     """Return the name of the exception that is raised in a step; it is one of Python's."""
+    if scenario.variant in _RECOVERED:
+        # Two neighbours, of which one has micro-batches before the failed one, raise an error.
+        with_error = _generator(scenario, 0, 0).randrange(len(scenario.steps) // 2)
+        if step // 2 == with_error:
+            return ERROR
     if scenario.variant != "raises":
         return _generator(scenario, step).choice((ERROR, *INTERRUPTS))
     if step not in _INTERRUPTED:
@@ -153,7 +159,7 @@ def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
     if scenario.variant == "long":
         draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
         return 0 if draw.random() < 0.2 else None
-    if scenario.variant not in ("recovered", RECOVERED_ALIKE):
+    if scenario.variant not in _RECOVERED:
         return None
     if (_generator(scenario).randrange(2) + step) % 2:
         return 0

@@ -3,6 +3,7 @@
 import pytest
 
 from conformance.scenarios.draws import drawn
+from conformance.scenarios.interrupts import ERROR
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import SHARED
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in, narrow_steps
@@ -23,6 +24,7 @@ from conformance.scenarios.strategy_schedule import (
     clears_to_zeros,
     fails_and_goes_on,
     part_of,
+    raised_in,
     trained_from,
     turns,
     uses,
@@ -118,6 +120,8 @@ def test_parameters_are_used_before_and_after_a_failed_micro_batch_alone() -> No
             }
             assert tuple(batch > at for batch in range(number)) in used
             assert tuple(batch < at for batch in range(number)) in used
+        errors = [failed[step] for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
+        assert any(errors)
 
 
 def test_gradients_become_wider_than_their_parameters() -> None:
