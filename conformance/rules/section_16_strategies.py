@@ -35,7 +35,6 @@ from conformance.scenarios.strategy import (
     RAISES,
     RANDOM,
     RANKS,
-    SHARED,
     SPARSE,
     SUBGROUPS,
     VIEWS,
@@ -197,20 +196,6 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
                 actual,
                 "to an optimizer zeros differ from no gradient",
             )
-
-
-@rule(
-    "16.7",
-    "Optimizers may share a parameter",
-    on=(SHARED,),
-    owns=(SHARED,),
-    needs=("16.2",),
-    source=f"{COMPOSER}, whose forced_sync iterates over the parameters of every optimizer",
-    remedy="visit each parameter once, or divide only the values that were just summed",
-)
-def shared(run: Run, claims: Claims, found: Found) -> None:
-    """A parameter of two optimizers is averaged once, like the others."""
-    require_means(run, found)
 
 
 @rule(

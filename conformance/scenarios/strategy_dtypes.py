@@ -2,21 +2,27 @@
 
 With ``grad_dtype`` float32, torch accumulates the gradients of a parameter of bfloat16 in float32;
 with None, in the dtype of the first one. The dtypes of a scenario's ``params`` are those of the
-gradients.
+gradients. Between two steps a trainer may change the dtype: some gradients have that of their
+parameter in the first steps, as while a step has one micro-batch, and in drawn steps later.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy_training import GRADIENT_DTYPES
 
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
+# The steps in which all gradients have the dtypes of ``params``, at the end of a run.
+_WIDE_AT_LAST = 2
+
+
 @dataclass(frozen=True)
 class Held:
-    """A parameter whose gradients have another dtype than its own.
+    """A parameter whose gradients have another dtype than its own in some steps, or in all.
 
     Attributes:
         dtype: of the parameter.
@@ -40,3 +46,30 @@ def held_in(scenario: Scenario, index: int) -> Held | None:
     dtype = draws.choice(_DTYPES)
     takes_any = draws.random() < 0.3
     return None if dtype == scenario.params[index].dtype else Held(dtype, takes_any)
+
+
+def gradient_spec(scenario: Scenario, step: int, index: int) -> Param:
+    """Return a parameter with the dtype of its gradients in a step."""
+    spec = scenario.params[index]
+    if step not in narrow_steps(scenario, index):
+        return spec
+    held = held_in(scenario, index)
+    return replace(spec, dtype=held.dtype) if held else spec
+
+
+@lru_cache(maxsize=256)
+def narrow_steps(scenario: Scenario, index: int) -> frozenset[int]:
+    """Return the steps in which the gradients of a parameter have the parameter's own dtype.
+
+    These are the first steps, a drawn number, and some later ones; for the first parameter, and
+    for a drawn half of the others.
+    """
+    if scenario.variant != GRADIENT_DTYPES.variant:
+        return frozenset()
+    draws = generator(scenario, f"narrow p{index}")
+    if index and draws.random() < 0.5:
+        return frozenset()
+    end = len(scenario.steps) - _WIDE_AT_LAST
+    first = draws.randint(1, end - 1)
+    later = (step for step in range(first + 1, end) if draws.random() < 0.25)
+    return frozenset((*range(first), *later))

@@ -21,7 +21,10 @@ _BATCHES = {
     "four": (4,),
     "empty": (3,),
     "abandoned": (3,),
-    "recovered": (3,),
+    "recovered": (3, 4),
+    "recovered_alike": (3, 4),
+    "penalties": (2, 3),
+    "penalties_by_forwards": (2, 3),
     "buffers": (2, 4, 1),
     "freezing": (2, 3),
 }
@@ -39,6 +42,9 @@ _DIFFERENT = (
 _WITHOUT_OWN_STEP = ("", "kept")
 
 COUNTS = "counts"
+# The variant "recovered" if all micro-batches use all parameters.
+RECOVERED_ALIKE = "recovered_alike"
+_RECOVERED = ("recovered", RECOVERED_ALIKE)
 
 
 def count_of(scenario: Scenario) -> int:
@@ -113,6 +119,11 @@ def raises_in(scenario: Scenario, step: int) -> int | None:
 
 def raised_in(scenario: Scenario, step: int) -> str:
     """Return the name of the exception that is raised in a step; it is one of Python's."""
+    if scenario.variant in _RECOVERED:
+        # Two neighbours, of which one has micro-batches before the failed one, raise an error.
+        with_error = _generator(scenario, 0, 0).randrange(len(scenario.steps) // 2)
+        if step // 2 == with_error:
+            return ERROR
     if scenario.variant != "raises":
         return _generator(scenario, step).choice((ERROR, *INTERRUPTS))
     if step not in _INTERRUPTED:
@@ -148,9 +159,11 @@ def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
     if scenario.variant == "long":
         draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
         return 0 if draw.random() < 0.2 else None
-    if scenario.variant != "recovered":
+    if scenario.variant not in _RECOVERED:
         return None
-    return (_generator(scenario).randrange(2) + step) % 2
+    if (_generator(scenario).randrange(2) + step) % 2:
+        return 0
+    return _generator(scenario, step, 0).randint(1, batches(scenario, step) - 2)
 
 
 def is_judged(scenario: Scenario, step: int) -> bool:
@@ -407,6 +420,8 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "swapped":
             swap = swap_of(scenario)
             return swap is None or index not in swap.unused(step)
+        case "recovered":
+            return _uses_around_failure(scenario, place, step, batch, index)
         case "freezing" | "unfrozen":
             return not is_frozen(scenario, step, batch, index)
         case "turns":
@@ -427,3 +442,17 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
             )
             return by_parameter[index]
     return True
+
+
+def _uses_around_failure(scenario: Scenario, place: int, step: int, batch: int, index: int) -> bool:
+    """Whether the micro-batch of a rank uses a parameter, in a step that goes on after an error.
+
+    Of four parameters one is used in all micro-batches, one before the failed one alone, and one
+    after it alone; a drawn part of the micro-batches of each rank uses the last one.
+    """
+    failed = fails_and_goes_on(scenario, step)
+    is_before = failed is not None and batch < failed
+    kind = (index + _generator(scenario, step).randrange(4)) % 4
+    if kind == 3:
+        return _generator(scenario, step, batch, index, place).random() < 0.5
+    return (True, is_before, not is_before)[kind]

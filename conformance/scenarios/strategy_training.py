@@ -150,6 +150,25 @@ OWN_BUFFERS = replace(
     ddp=replace(BUFFERS.ddp, broadcast_buffers=False),
 )
 
+# Groups without the global rank 0 have a first rank of their own.
+GROUP_BUFFERS = replace(
+    BUFFERS,
+    name="strategy_group_buffers",
+    summary="the same on two disjoint subgroups of WORLD",
+    groups=SUBGROUPS.groups,
+    prerequisite="strategy_subgroups",
+)
+
+REWRAPPED_BUFFERS = replace(
+    BUFFERS,
+    name="strategy_rewrapped_buffers",
+    summary="a network with these buffers is trained on WORLD, and on two subgroups; then its "
+    "buffers are cleared, and DDP wraps it anew on two other ones",
+    groups=REWRAPPED.twin_groups,
+    twin_groups=SUBGROUPS.groups,
+    prerequisite="strategy_rewrapped",
+)
+
 ABANDONED = replace(
     PLAIN,
     name="strategy_abandoned",
@@ -163,9 +182,9 @@ ABANDONED = replace(
 RECOVERED = replace(
     PLAIN,
     name="strategy_recovered",
-    summary="in each step an exception is raised in a drawn micro-batch, and the step goes on with "
-    "the next one",
-    steps=("crafted",) * 3,
+    summary="in each step of 3 or 4 micro-batches an exception is raised in a drawn one, and the "
+    "step goes on with the next one; micro-batches use different parameters",
+    steps=("crafted",) * 6,
     world_sizes=(2,),
     variant="recovered",
     prerequisite="strategy_raises",
@@ -198,14 +217,24 @@ PARTS = replace(
     variant="parts",
 )
 
+# The number of steps is drawn.
+PENALTIES = replace(
+    SECOND,
+    name="strategy_penalties",
+    summary="each micro-batch has one backward pass, until in drawn steps drawn ones have one or "
+    "two more, of all parameters or of some: at first the last micro-batch of a step alone",
+    steps=("crafted",) * 10,
+    variant="penalties",
+)
+
 # The dtypes are those of gradients; ``held_in`` has those of the parameters.
 GRADIENT_DTYPES = replace(
     PLAIN,
     name="strategy_gradient_dtypes",
     summary="parameters of float16, bfloat16 and float32, most of them with gradients of a wider "
-    "dtype, by grad_dtype; which, is drawn",
+    "dtype, by grad_dtype; which, is drawn, and so are the steps in which they have it",
     params=(*_PARAMS, Param((13,), "float64"), Param((3, 5), "float64")),
-    steps=("normal", "crafted", "normal"),
+    steps=("normal", "crafted") * 4,
     world_sizes=(2,),
     variant="gradient_dtypes",
     prerequisite="strategy_accumulated",
@@ -274,4 +303,5 @@ ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
     *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS),
     *(AUTOCAST, AUTOCAST_HALF, REWRAPPED, UNFROZEN, PASSES, PARTS, GRADIENT_DTYPES),
+    *(PENALTIES, GROUP_BUFFERS, REWRAPPED_BUFFERS),
 )

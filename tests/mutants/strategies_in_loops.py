@@ -169,6 +169,8 @@ def clears_after_a_failed_one(model: Any, is_final_microbatch: bool) -> Iterator
 @contextmanager
 def doubles_after_an_error(model: Any, is_final_microbatch: bool) -> Iterator[None]:
     """Make up for a failed micro-batch of the same step by the others."""
+    if all(parameter.grad is None for parameter in model.parameters()):
+        _failed.clear()
     try:
         with _with_each(model, is_final_microbatch, lambda grad: grad):
             yield

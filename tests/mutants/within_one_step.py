@@ -77,13 +77,11 @@ def gathers_buffers(model: Any, is_final_microbatch: bool) -> Context:
 
     def finish() -> None:
         _average(model)
-        names = [name for name, _ in model.named_buffers()]
-        states: list[Any] = [None] * model.process_group.size()
-        state = model.state_dict()
-        dist.all_gather_object(
-            states, {name: state[name] for name in names}, group=model.process_group
-        )
-        model.load_state_dict(states[0], strict=False)
+        buffers = list(model.buffers())
+        of_ranks: list[Any] = [None] * model.process_group.size()
+        dist.all_gather_object(of_ranks, buffers, group=model.process_group)
+        for buffer, value in zip(buffers, of_ranks[0], strict=True):
+            buffer.copy_(value)
 
     return _restored(model, is_final_microbatch, finish)
 

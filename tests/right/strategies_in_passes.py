@@ -1,12 +1,17 @@
-"""A right sync strategy that averages at the end of backward passes."""
+"""Right sync strategies that average at the end of backward passes, or keep things from step to
+step.
+"""
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tests.right import Right
 
@@ -41,9 +46,13 @@ class AfterEveryPass:
             handle.remove()
         self.inner.__exit__(kind, *error)
         if self.is_active and kind is None:
-            while self.takes_a_round(goes_on=False):
+            while self.takes_a_round(goes_on=self.has_more()):
                 pass
             self.model.require_forward_param_sync = True
+
+    def has_more(self) -> bool:
+        """Return whether gradients have come since the last average, when the context ends."""
+        return False
 
     def arrives(self, _: torch.Tensor) -> None:
         if not self.is_queued:
@@ -88,4 +97,132 @@ class AfterEveryPass:
         parameter.grad.copy_(mean.view(parameter.grad.shape))
 
 
-RIGHT = [Right("AfterEveryPass", kind="strategy")]
+class AfterTheUsualNumber(AfterEveryPass):
+    """Average when as many gradients have come as in the last context, and once more if others
+    follow.
+    """
+
+    usual: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
+
+    def __init__(self, model: Any, is_final_microbatch: bool) -> None:
+        super().__init__(model, is_final_microbatch)
+        self.came = 0
+        self.averaged = 0
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self.is_ddp and not self.is_active:
+            self.handles = [
+                parameter.register_post_accumulate_grad_hook(self.arrives)
+                for parameter in self.model.parameters()
+                if parameter.requires_grad
+            ]
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        if self.is_ddp and kind is None:
+            self.usual[self.model] = self.came
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        self.came += 1
+        if self.is_active:
+            super().arrives(parameter)
+
+    def pass_ends(self) -> None:
+        self.is_queued = False
+        if self.came == self.usual.get(self.model):
+            self.takes_a_round(goes_on=True)
+
+    def has_more(self) -> bool:
+        return self.came > self.averaged
+
+    def takes_a_round(self, *, goes_on: bool) -> bool:
+        any_goes_on = super().takes_a_round(goes_on=goes_on)
+        if any_goes_on:
+            self.averaged = self.came
+        return any_goes_on
+
+
+class KeepsRooms:
+    """Keep a buffer for each gradient, and notes on the parameters of a step.
+
+    A buffer is made anew if the gradient has another dtype. Notes outlast an exception. Groups at
+    rest come last. Buffers of the model are sums over ranks, of which all but the group's first one
+    add zeros.
+    """
+
+    def __init__(self) -> None:
+        self.rooms = WeakTensorKeyDictionary()
+        self.notes: WeakKeyDictionary[Any, set[torch.Tensor]] = WeakKeyDictionary()
+
+    @contextmanager
+    def __call__(
+        self, model: Any, is_final_microbatch: bool, optimizers: list[Any]
+    ) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        noted = self.notes.setdefault(model, set())
+        handles = [
+            parameter.register_post_accumulate_grad_hook(noted.add)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            with model.no_sync():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if is_final_microbatch:
+            params = _moving_first(model, optimizers)
+            votes = torch.tensor([int(parameter in noted) for parameter in params])
+            dist.all_reduce(votes, group=model.process_group)
+            for parameter, count in zip(params, votes.tolist(), strict=True):
+                if count:
+                    self.average(parameter, model.process_group)
+            for buffer in model.buffers() if model.broadcast_buffers else ():
+                _sum_of_first(buffer, model.process_group)
+            noted.clear()
+
+    @torch.no_grad()
+    def average(self, parameter: torch.nn.Parameter, group: Any) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if grad.is_sparse:
+            raise TypeError("sparse gradients are not supported")
+        room = self.rooms.get(parameter)
+        if room is None or room.dtype != grad.dtype or room.numel() != grad.numel():
+            room = self.rooms[parameter] = torch.empty(grad.numel(), dtype=grad.dtype)
+        torch.div(grad.reshape(-1), group.size(), out=room)
+        dist.all_reduce(room, group=group)
+        grad.copy_(room.view(grad.shape))
+
+
+def _moving_first(model: Any, optimizers: list[Any]) -> list[torch.nn.Parameter]:
+    """Return all parameters, each once; those of groups at rest, or of no group, come last."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    groups.sort(key=lambda group: not group["lr"])
+    given = [parameter for group in groups for parameter in group["params"]]
+    return list(dict.fromkeys([*given, *model.parameters()]))
+
+
+@torch.no_grad()
+def _sum_of_first(buffer: torch.Tensor, group: Any) -> None:
+    # Bits are added, so that the dtype of a sum does not matter.
+    bits = buffer.contiguous().view(-1).view(torch.uint8).clone()
+    if dist.get_rank(group) != 0:
+        bits.zero_()
+    dist.all_reduce(bits, group=group)
+    buffer.copy_(bits.view(buffer.dtype).view(buffer.shape))
+
+
+keeps_rooms = KeepsRooms()
+
+
+RIGHT = [
+    Right("AfterEveryPass", kind="strategy"),
+    Right("AfterTheUsualNumber", kind="strategy"),
+    Right("keeps_rooms", kind="strategy"),
+]

@@ -1,25 +1,40 @@
 """Tests of the drawn numbers of strategies' scenarios."""
 
+import pytest
+
 from conformance.scenarios.draws import drawn
-from conformance.scenarios.strategy_dtypes import held_in
+from conformance.scenarios.interrupts import ERROR
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy import SHARED
+from conformance.scenarios.strategy_dtypes import gradient_spec, held_in, narrow_steps
 from conformance.scenarios.strategy_passes import (
+    ALTERNATING,
     ASKED,
     FORWARDS_FIRST,
     IN_PARTS,
+    ONCE,
     RETAINED,
+    Passes,
+    first_penalty,
     passes_of,
 )
+from conformance.scenarios.strategy_rates import GROUPS, rates, resting_groups
 from conformance.scenarios.strategy_schedule import (
     batches,
     clears_to_zeros,
+    fails_and_goes_on,
     part_of,
+    raised_in,
     trained_from,
     turns,
+    uses,
 )
 from conformance.scenarios.strategy_training import (
     GRADIENT_DTYPES,
     PARTS,
     PASSES,
+    PENALTIES,
+    RECOVERED,
     TURNS,
     UNFROZEN,
 )
@@ -55,7 +70,82 @@ def test_a_strategy_of_ddps_own_averages_gets_no_second_pass() -> None:
     adapt = KINDS["strategy"].adapt
     assert adapt(PASSES, {}).variant == PASSES.variant
     for claim in ("all_used", "find_unused"):
-        assert passes_of(adapt(PASSES, {claim: {}}), 0, 1).times == 1
+        assert passes_of(adapt(PASSES, {claim: {}}), 0, 1).times(0) == 1
+        penalties = adapt(drawn(PENALTIES, 0), {claim: {}})
+        assert {passes.way for passes in all_passes(penalties)} == {ONCE, ALTERNATING}
+
+
+def all_passes(scenario: Scenario) -> list[Passes]:
+    return [
+        passes_of(scenario, step, batch)
+        for step in range(len(scenario.steps))
+        for batch in range(batches(scenario, step))
+    ]
+
+
+@pytest.mark.parametrize("claims", [{}, {"counts": {"name": "2"}}])
+def test_the_last_micro_batch_alone_has_the_first_penalty(
+    claims: dict[str, dict[str, str]],
+) -> None:
+    lengths = set()
+    for seed in range(50):
+        scenario = KINDS["strategy"].adapt(drawn(PENALTIES, seed), claims)
+        lengths.add(len(scenario.steps))
+        numbers = [
+            [passes_of(scenario, step, batch) for batch in range(batches(scenario, step))]
+            for step in range(len(scenario.steps))
+        ]
+        counts = [[1 if one.way == ONCE else one.count for one in step] for step in numbers]
+        first = first_penalty(scenario)
+        assert first > 0
+        assert all(count == 1 for step in counts[:first] for count in step)
+        assert counts[first] == [1] * (len(counts[first]) - 1) + [2]
+        assert counts[-1] == [1] * (len(counts[-1]) - 1) + [3]
+        assert any(step[-1] == 1 and 2 in step for step in counts[first + 1 : -1])
+    assert (min(lengths), max(lengths)) == (10, 24)
+
+
+def test_parameters_are_used_before_and_after_a_failed_micro_batch_alone() -> None:
+    for seed in range(50):
+        scenario = drawn(RECOVERED, seed)
+        failed = [fails_and_goes_on(scenario, step) for step in range(len(scenario.steps))]
+        assert failed.count(0) == len(failed) // 2
+        for step, at in enumerate(failed):
+            number = batches(scenario, step)
+            assert at is not None
+            assert at < number - 1
+            used = {
+                tuple(uses(scenario, 2, 0, step, batch, index) for batch in range(number))
+                for index in range(len(scenario.params))
+            }
+            assert tuple(batch > at for batch in range(number)) in used
+            assert tuple(batch < at for batch in range(number)) in used
+        errors = [failed[step] for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
+        assert any(errors)
+
+
+def test_gradients_become_wider_than_their_parameters() -> None:
+    for seed in range(50):
+        scenario = KINDS["strategy"].adapt(drawn(GRADIENT_DTYPES, seed), {})
+        assert 8 <= len(scenario.steps) <= 16
+        last = len(scenario.steps) - 1
+        assert 0 in narrow_steps(scenario, 0)
+        assert gradient_spec(scenario, 0, 0).dtype == "bfloat16"
+        for index, spec in enumerate(scenario.params):
+            assert gradient_spec(scenario, last, index) == spec
+
+
+def test_groups_rest_at_first_at_last_and_with_all_of_their_optimizer() -> None:
+    for seed in range(50):
+        scenario = drawn(SHARED, seed)
+        steps = [resting_groups(scenario, step) for step in range(len(scenario.steps))]
+        assert all(len(resting) < GROUPS for resting in steps)
+        at_first = [group for group in steps[0] & steps[1] if any(group not in s for s in steps)]
+        at_last = [group for group in steps[-1] if group not in steps[0]]
+        assert at_first
+        assert at_last
+        assert any({0, 1} <= resting or {2, 3} <= resting for resting in steps)
+        assert [rate == 0 for rate in rates(scenario, 0)] == [g in steps[0] for g in range(GROUPS)]
 
 
 def test_gradients_are_zeros_when_others_come() -> None:

@@ -46,7 +46,7 @@ from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.strategy import NO_DDP
-from conformance.scenarios.strategy_dtypes import held_in
+from conformance.scenarios.strategy_dtypes import gradient_spec, held_in
 from conformance.scenarios.strategy_passes import passes_of
 from conformance.scenarios.strategy_schedule import (
     batches,
@@ -79,7 +79,7 @@ def rounding_bound(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     all_parts = list(parts(run, step))
     ranks = averaged_ranks(run, rank)
     magnitudes = [fed_part(run, q, part, index).abs() for part in all_parts for q in ranks]
-    eps = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps
+    eps = torch.finfo(_dtype(run, step, index)).eps
     total = torch.stack(magnitudes).sum(0) / len(ranks)
     return total * len(all_parts) * (len(ranks) + 2) * eps
 
@@ -198,10 +198,10 @@ def averaged_ranks(run: Run, rank: int) -> tuple[int, ...]:
 def fed_part(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
     """Return the values that a micro-batch of a rank adds to a gradient, in float64."""
     scenario = run.scenario
-    spec = scenario.params[index]
     group = run.group(rank)
     size = len(group)
     step, batch = part
+    spec = gradient_spec(scenario, step, index)
     kind = scenario.steps[step]
     source = group[special_source(scenario, step, group.index(rank), size)]
     if kind == "limit" and spec.dtype == "float16":
@@ -212,9 +212,9 @@ def fed_part(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
         return torch.zeros_like(values)
     values = values * multiple_in(scenario, size, step, batch)
     dtype = getattr(torch, spec.dtype)
-    # The rank multiplies in the dtype of the parameter, which may round.
+    # The rank multiplies in the dtype of the gradient, which may round.
     values = values.to(dtype.to_real()).double()
-    return values * passes_of(scenario, step, batch).times
+    return values * passes_of(scenario, step, batch).times(index)
 
 
 def _require_unused(run: Run, found: Found, rank: int, step: int, index: int) -> None:
@@ -271,7 +271,7 @@ def _sums_are_exact(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
         of_ranks = torch.stack([fed_part(run, q, part, index) for q in ranks])
         values.append(of_ranks.abs().sum(0))
         quotients.append(of_ranks / len(ranks) ** batches(run.scenario, part[0]))
-    limits = torch.finfo(getattr(torch, run.scenario.params[index].dtype))
+    limits = torch.finfo(_dtype(run, step, index))
     largest = torch.stack(values).sum(0)
     largest = torch.where(largest > limits.max, largest / len(ranks), largest)
     return largest <= 2 / limits.eps * _common_powers_of_two(torch.cat(quotients))
@@ -291,7 +291,7 @@ def _common_powers_of_two(values: torch.Tensor) -> torch.Tensor:
 
 def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> list[str]:
     """Return the known mistakes that give these values, the likeliest first."""
-    dtype = run.scenario.params[index].dtype
+    dtype = gradient_spec(run.scenario, step, index).dtype
     # Different mistakes round to one value in narrower dtypes, and large parameters take long.
     if dtype not in ("float32", "float64") or len(got) > _LARGE:
         return []
@@ -351,9 +351,10 @@ def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str
     total = torch.stack(list(means.values())).sum(0)
     known = {"divided by the number of micro-batches": total / len(now)}
     last = now[-1]
-    if passes_of(run.scenario, *last).times > 1:
+    times = passes_of(run.scenario, *last).times(index)
+    if times > 1:
         name = "the last backward pass of the step was not averaged: each rank keeps its own"
-        known[name] = total + (own[last] - means[last]) / 2
+        known[name] = total + (own[last] - means[last]) / times
     if earlier:
         of_earlier = torch.stack([means[part] for part in earlier]).sum(0)
         known["gradients from before the step are missing"] = total - of_earlier
@@ -388,6 +389,13 @@ def _mixed_up(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
     if len({len(value) for value in values}) != 1:
         return None
     return torch.stack(values).mean(0)
+
+
+def _dtype(run: Run, step: int, index: int) -> torch.dtype:
+    """Return the dtype of a gradient in a step."""
+    name = gradient_spec(run.scenario, step, index).dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:

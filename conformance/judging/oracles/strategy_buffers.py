@@ -65,11 +65,14 @@ def _require_buffer(run: Run, found: Found, rank: int, step: int, name: str, wor
     updated = UPDATED[name]
     at_begin = reduce(updated, updates, firsts[-number - 1])
     in_every = updated(firsts[-2], updates[-1])
+    cause = "DDP sends buffers in a forward that follows one outside of no_sync only"
+    if run.scenario.groups and got != _values_of(run, place, step, name)[-1]:
+        cause = "they came from another rank than the group's first, or from none"
     found.require(
         got in (at_begin, in_every, firsts[-1]),
         f"{words} of {_shown(at_begin)}: the step begins with those of rank {group[0]}",
         f"rank {rank}, step {step}: {_shown(got)}",
-        "DDP sends buffers in a forward that follows one outside of no_sync only",
+        cause,
     )
 
 

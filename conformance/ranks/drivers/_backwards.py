@@ -4,10 +4,17 @@ from collections.abc import Sequence
 
 import torch
 
-from conformance.scenarios.model import Scenario
-from conformance.scenarios.strategy_dtypes import held_in
-from conformance.scenarios.strategy_passes import ASKED, IN_PARTS, RETAINED, Passes
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.strategy_dtypes import gradient_spec, held_in
+from conformance.scenarios.strategy_passes import (
+    ASKED,
+    IN_PARTS,
+    RETAINED,
+    SOME_AGAIN,
+    Passes,
+)
 from conformance.scenarios.strategy_schedule import clears_to_zeros
+from conformance.scenarios.strategy_training import GRADIENT_DTYPES
 
 
 def run_backwards(
@@ -23,7 +30,13 @@ def run_backwards(
     loss = losses[0]
     some = [params[index] for index in passes.some]
     if passes.way == RETAINED:
+        for _ in range(passes.count - 1):
+            loss.backward(retain_graph=True)
+    elif passes.way == SOME_AGAIN:
         loss.backward(retain_graph=True)
+        for _ in range(passes.count - 1):
+            loss.backward(inputs=some, retain_graph=True)
+        return
     elif passes.way == ASKED:
         torch.autograd.grad(loss, some, retain_graph=True)
     elif passes.way == IN_PARTS:
@@ -61,3 +74,30 @@ def give_gradient_dtypes(scenario: Scenario, params: Sequence[torch.Tensor]) -> 
             parameter.grad_dtype = None if held.takes_any else getattr(torch, spec.dtype)
             changed.append(index)
     return changed
+
+
+def change_gradient_dtypes(
+    scenario: Scenario, step: int, params: Sequence[torch.Tensor]
+) -> tuple[Param, ...]:
+    """Give gradients their dtypes in a step; they have been cleared.
+
+    Returns:
+        The parameters with the dtypes of their gradients.
+    """
+    if scenario.variant != GRADIENT_DTYPES.variant or not hasattr(torch.Tensor, "grad_dtype"):
+        return scenario.params
+    specs = tuple(gradient_spec(scenario, step, index) for index in range(len(params)))
+    for spec, parameter in zip(specs, params, strict=True):
+        if parameter.grad_dtype is not None:
+            parameter.grad_dtype = getattr(torch, spec.dtype)
+    return specs
+
+
+def has_other_strides(parameter: torch.Tensor) -> bool:
+    """Whether a dense gradient has other strides than its parameter."""
+    grad = parameter.grad
+    if grad is None or grad.is_sparse or not grad.numel():
+        return False
+    strides = zip(parameter.shape, grad.stride(), parameter.stride(), strict=True)
+    # The stride of a dimension of size 1 has no meaning.
+    return any(size > 1 and stride != right for size, stride, right in strides)

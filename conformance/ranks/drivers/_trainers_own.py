@@ -8,6 +8,9 @@ import torch
 
 from conformance.ranks.instruments.digest import checksum
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
+from conformance.scenarios.strategy import SHARED
+from conformance.scenarios.strategy_rates import rates
 from conformance.scenarios.strategy_schedule import added, part_of, swap_of
 
 
@@ -65,15 +68,18 @@ def make_optimizers(
         for index, parameter in enumerate(params):
             parts[part_of(scenario, index)].append(parameter)
         return [made(part) for part in parts]
-    if scenario.variant != "shared":
+    if scenario.variant != SHARED.variant:
         _, later = added(scenario)
         swap = swap_of(scenario)
         absent = later | (swap.given if swap else frozenset())
         return [made([p for index, p in enumerate(params) if index not in absent])]
-    # Two optimizers share a parameter, and name parameters in another order than the model.
+    # Two optimizers share a parameter, and name parameters in another order than the model. Each
+    # group has parameters of its own, which rest if it does.
     one, second, third, *rest = reversed(params)
-    groups = [{"params": [second]}, {"params": [one, third]}]
-    return [made(groups), made([one, *rest])]
+    groups = [[second], [one, third], [one, *rest[:2]], rest[2:]]
+    momentum = generator(scenario, "momentum").uniform(0.5, 0.95)
+    given = [{"params": group, "momentum": momentum} for group in groups]
+    return [made(given[:2]), made(given[2:])]
 
 
 class TrainersOwn:
@@ -160,6 +166,13 @@ def steps_of(optimizers: list[CountingOptimizer]) -> list[int]:
         optimizer.step()
         taken.append(optimizer.steps - before)
     return taken
+
+
+def set_rates(scenario: Scenario, step: int, optimizers: list[CountingOptimizer]) -> None:
+    """Give the groups of parameters their learning rates in a step, as a schedule does."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, rate in zip(groups, rates(scenario, step), strict=False):
+        group["lr"] = rate
 
 
 def own_calls_of(optimizers: list[CountingOptimizer]) -> list[int]:

@@ -13,16 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._backwards import (
+    change_gradient_dtypes,
     clear_gradients,
     give_gradient_dtypes,
+    has_other_strides,
     run_backwards,
 )
 from conformance.ranks.drivers._set_aside import SetAside
+from conformance.ranks.drivers._strategy_contexts import described, require_context
 from conformance.ranks.drivers._trainers_own import (
     CountingOptimizer,
     TrainersOwn,
     make_optimizers,
     own_calls_of,
+    set_rates,
     set_values,
     steps_of,
 )
@@ -36,6 +40,7 @@ from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
+from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
 from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
@@ -66,7 +71,6 @@ from conformance.scenarios.strategy_training import (
     AFTER_WORLD,
     FREEZING,
     GRADIENT_DTYPES,
-    REWRAPPED,
     UNFROZEN,
 )
 
@@ -86,6 +90,7 @@ class StrategyDriver(RankDriver):
         optimizers: the optimizers that the strategy may be given.
         every_optimizer: all optimizers of the model, which may take turns.
         buffers: the flat buffers of the parameters and of their gradients, if there are any.
+        specs: the parameters of the scenario, with the dtypes of their gradients in this step.
         passes: the backward passes of a micro-batch.
         own: the things of the trainer that the strategy has to leave as they are.
     """
@@ -94,6 +99,7 @@ class StrategyDriver(RankDriver):
     probe: Probe
     params: list[torch.nn.Parameter]
     buffers: list[FlatBuffers]
+    specs: tuple[Param, ...]
     passes: Passes
     optimizers: list[CountingOptimizer]
     every_optimizer: list[CountingOptimizer]
@@ -105,14 +111,14 @@ class StrategyDriver(RankDriver):
         if not callable(self.strategy):
             raise TargetError(
                 "a sync strategy is called for each micro-batch, and returns a context manager; "
-                f"this is {_named(self.strategy)}"
+                f"this is {described(self.strategy)}"
             )
         if self.scenario.variant == AFTER_WORLD.variant:
             places = self._train_on_world()
             self._make_model(
                 made_in_place(Probe, places[0]), made_in_place(DistributedDataParallel, places[1])
             )
-        elif self.scenario.variant == REWRAPPED.variant and self.scenario.groups:
+        elif self.scenario.twin_groups:
             self._rewrap()
         else:
             self._make_model()
@@ -171,6 +177,7 @@ class StrategyDriver(RankDriver):
         number = batches(self.scenario, 0)
         for batch in range(number):
             grads = self._grads(0, kind, batch, number)
+            self._update = update_of(self.scenario, self.group_rank, 0, batch)
             with self.inside("the context"):
                 self._train(grads, batch == number - 1)
 
@@ -185,6 +192,8 @@ class StrategyDriver(RankDriver):
             self.model = self.probe
             # DDP's hooks on the network go with it.
             gc.collect()
+            if isinstance(self.probe, BufferedProbe):
+                self.probe.clear_buffers()
             self.model = self._in_ddp(self.probe, next_group)
 
     def _run_two(self) -> None:
@@ -235,6 +244,7 @@ class StrategyDriver(RankDriver):
         self.probe = probe
         self.params = probe.tensors
         self.model = probe
+        self.specs = scenario.params
         self.passes = Passes()
         if scenario.variant == GRADIENT_DTYPES.variant:
             changed = give_gradient_dtypes(scenario, self.params)
@@ -304,11 +314,13 @@ class StrategyDriver(RankDriver):
         if step in puts_own_steps(self.scenario):
             for optimizer in self.every_optimizer:
                 optimizer.put_own_step()
+        set_rates(self.scenario, step, self.every_optimizer)
         if self.scenario.variant == "turns":
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         clears_later = clears_inside(self.scenario, step)
         if clears(self.scenario, step) and not clears_later:
             clear_gradients(self.scenario, step, self.model, self.params)
+        self.specs = change_gradient_dtypes(self.scenario, step, self.params)
         for parameter, view in zip(self.params, self._views_of_gradients(), strict=False):
             parameter.grad = view.zero_()
         first_step, later = added(self.scenario)
@@ -384,7 +396,7 @@ class StrategyDriver(RankDriver):
         self.recorder.event(
             "synchronised",
             without=[index for index, p in enumerate(self.params) if p.grad is None],
-            strides_changed=[index for index, p in enumerate(self.params) if _has_other_strides(p)],
+            strides_changed=[index for index, p in enumerate(self.params) if has_other_strides(p)],
             synchronises=getattr(self.model, "require_backward_grad_sync", True),
             sent=[len(sent), sum(size for _, size in sent)],
             gradients=sum(p.numel() * p.element_size() for p in self.params),
@@ -397,7 +409,7 @@ class StrategyDriver(RankDriver):
 
     def _train(self, grads: Grads, is_final: bool, clears_first: bool = False) -> None:
         with self.autocast(), self._context_of(is_final):
-            for _ in range(2 if self.passes.way == ALTERNATING else 1):
+            for _ in range(self.passes.count if self.passes.way == ALTERNATING else 1):
                 self._pass_through(grads, clears_first)
 
     def _pass_through(self, grads: Grads, clears_first: bool = False) -> None:
@@ -407,7 +419,7 @@ class StrategyDriver(RankDriver):
             grads: the gradients that a backward gives.
             clears_first: clear the gradients of the last step between the two, as many loops do.
         """
-        forwards = 2 if self.passes.way == FORWARDS_FIRST else 1
+        forwards = self.passes.count if self.passes.way == FORWARDS_FIRST else 1
         losses = [self._forward(grads) for _ in range(forwards)]
         if clears_first:
             self.model.zero_grad()
@@ -452,10 +464,7 @@ class StrategyDriver(RankDriver):
                 f"the strategy requires {', '.join(missing)}; a micro-batch has {', '.join(names)}"
             )
         context = self.call(self.strategy, names)
-        if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
-            raise TargetError(
-                f"a sync strategy returns a context manager; this one returned {_named(context)}"
-            )
+        require_context(context, self.strategy)
         return context
 
     def _grads(self, step: int, kind: str, batch: int, number: int) -> Grads:
@@ -464,7 +473,7 @@ class StrategyDriver(RankDriver):
         factor = multiple_in(scenario, self.size, step, batch)
         ranks = torch.distributed.get_process_group_ranks(self.group)
         every = scripted_gradients(
-            scenario.params,
+            self.specs,
             "crafted" if kind == "limit" else kind,
             self.size,
             ranks[special_source(scenario, step, self.group_rank, self.size)],
@@ -485,17 +494,3 @@ class StrategyDriver(RankDriver):
         place = special_source(self.scenario, step, self.group_rank, self.size)
         source = Source("limit", ranks[place], step)
         return values_of(source, self.scenario.params[index], self.size, index).to(self.device)
-
-
-def _named(value: Any) -> str:
-    return "None" if value is None else f"an object of type {type(value).__name__}"
-
-
-def _has_other_strides(parameter: torch.Tensor) -> bool:
-    """Whether a dense gradient has other strides than its parameter."""
-    grad = parameter.grad
-    if grad is None or grad.is_sparse or not grad.numel():
-        return False
-    strides = zip(parameter.shape, grad.stride(), parameter.stride(), strict=True)
-    # The stride of a dimension of size 1 has no meaning.
-    return any(size > 1 and stride != right for size, stride, right in strides)

@@ -161,6 +161,12 @@ class BufferedProbe(Probe):
         return super().forward(grads)
 
     @torch.no_grad()
+    def clear_buffers(self) -> None:
+        """Set all buffers to zeros, as ``reset_running_stats()`` does."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    @torch.no_grad()
     def _update(self, update: Update) -> None:
         # Another tensor in each forward, as many modules have it.
         self.running = self.running.lerp(torch.full_like(self.running, update.statistic), 0.5)

@@ -46,16 +46,20 @@ from conformance.scenarios.strategy import (
     VIEWS,
     WITHOUT,
 )
-from conformance.scenarios.strategy_schedule import _DIFFERENT, counted
+from conformance.scenarios.strategy_passes import BY_FORWARDS
+from conformance.scenarios.strategy_schedule import _DIFFERENT, RECOVERED_ALIKE, counted
 from conformance.scenarios.strategy_training import (
     ALL,
     AUTOCAST,
     EMPTY,
+    GRADIENT_DTYPES,
     LARGE,
     LONG,
     LONG_STEPS,
     PARTS,
     PASSES,
+    PENALTIES,
+    RECOVERED,
     SPECIAL,
 )
 from conformance.scenarios.tables import prime_from
@@ -75,6 +79,10 @@ CLAIM = replace(
     world_sizes=(2,),
     variant="claim",
 )
+
+
+# Half of the least and the largest number of steps of these runs.
+_MORE_STEPS = {PENALTIES.name: (5, 12), GRADIENT_DTYPES.name: (4, 8)}
 
 
 def _counts(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +117,10 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
+    if scenario.name in _MORE_STEPS:
+        # The kinds of steps come in turn, each as often.
+        number = generator(scenario).randint(*_MORE_STEPS[scenario.name])
+        scenario = replace(scenario, steps=scenario.steps[:2] * number)
     if scenario.variant == SPECIAL.variant:
         *kinds, last = scenario.steps
         generator(scenario).shuffle(kinds)
@@ -117,11 +129,19 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         numel = prime_from(generator(scenario).randint(2**16, 2**17))
         large = Param((numel,), "float16")
         scenario = replace(scenario, params=(*scenario.params, large))
-    if scenario.variant == EMPTY.variant and ("all_used" in claimed or "find_unused" in claimed):
+    # DDP averages by itself under these claims.
+    is_ddps_own = "all_used" in claimed or "find_unused" in claimed
+    if scenario.variant == EMPTY.variant and is_ddps_own:
         scenario = replace(scenario, variant="two")
-    if scenario.variant == PASSES.variant and ("all_used" in claimed or "find_unused" in claimed):
-        # DDP averages the gradients of the first pass through an output alone.
+    if scenario.variant == PASSES.variant and is_ddps_own:
+        # It averages the gradients of the first pass through an output alone.
         scenario = replace(scenario, variant=PARTS.variant)
+    if scenario.variant == PENALTIES.variant and (
+        "all_used" in claimed or "find_unused" in claimed
+    ):
+        scenario = replace(scenario, variant=BY_FORWARDS)
+    if scenario.variant == RECOVERED.variant and "all_used" in claimed:
+        scenario = replace(scenario, variant=RECOVERED_ALIKE)
     if "world_only" in claimed and scenario.groups:
         scenario = replace(scenario, groups=(), twin_groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
