@@ -15,7 +15,7 @@ from conformance.scenarios.evidence import (
     FEEDBACK_UNUSED,
 )
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
-from conformance.scenarios.late_steps import RESUMED_LATE, SAVED_LATE
+from conformance.scenarios.late_steps import RESUMED_LATE, ROLLED_BACK_LATE, SAVED_LATE
 from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
 from conformance.scenarios.surroundings import JOINT
 from conformance.subjects.claims import DIFFERENCE, Claims
@@ -101,7 +101,8 @@ def _require_repeated(run: Run, found: Found) -> None:
         return
     resume, end = run.scenario.resume, len(run.scenario.steps)
     saved, loaded, starts_over = resume.saves_at, resume.rolls_back_at, resume.starts_over_at
-    _require_repeated_steps(run, found, range(saved, loaded), loaded, "the saved state")
+    repeated = min(loaded, saved + (starts_over or end) - loaded)
+    _require_repeated_steps(run, found, range(saved, repeated), loaded, "the saved state")
     if starts_over and not found.failures:
         first = range(end - starts_over)
         _require_repeated_steps(run, found, first, starts_over, "the state before the first step")
@@ -326,8 +327,8 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "11.8",
     "Resumes with the same bits after hundreds of steps",
-    on=(SAVED_LATE, RESUMED_LATE),
-    owns=(SAVED_LATE, RESUMED_LATE),
+    on=(SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE),
+    owns=(SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE),
     claimed="checkpointable",
     reads_all_runs=True,
     needs=("11.2",),
@@ -335,13 +336,18 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook "
     "State; jobs that are preempted go on from any step",
     remedy="a number of the epoch, or of the round, that changes seldom and is not in the state; a "
-    "count of steps that is saved in too few bits",
+    "count of steps that is saved in too few bits; a compressor of an epoch that load_state_dict "
+    "leaves in place; residuals in float32 that are saved in the dtype of half-precision gradients",
 )
 def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load a state of step 203 to 703, or of later ones
     after a longer warm-up, give the bits that the old processes go on to give.
 
-    The number of steps and the size of the model's one parameter, 257 to 1,019, are drawn.
+    A state with load_state_dict also gives the same bits again if its own process loads that of one
+    of its first 45 steps 150 to 400 steps later. The model's one parameter is of bfloat16, for
+    which a state may keep residuals in float32. The numbers of steps and its size, 257 to 1,019,
+    are drawn.
     """
-    saved, resumed = runs.values()
+    saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)
+    _require_repeated(rolled_back, found)

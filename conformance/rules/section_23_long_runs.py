@@ -283,7 +283,7 @@ def no_growth(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "23.9",
-    "Sends no more than it claims after a thousand steps",
+    "Sends no more than it claims in a thousand steps, and after them",
     on=(SENT_LATE,),
     owns=(SENT_LATE,),
     claimed="limits_bytes",
@@ -296,9 +296,28 @@ def no_growth(run: Run, claims: Claims, found: Found) -> None:
 )
 def bytes_sent_late(run: Run, claims: Claims, found: Found) -> None:
     """Under ``ratio=r`` the bytes that a rank gives to collectives in a step are at most r times
-    those of its gradients in later steps, too.
+    those of its gradients in each of many steps.
 
-    Ten steps or more are judged, after 1,000 to 1,200 others, whose number is drawn.
+    The number of steps, 1,010 to 1,210, is drawn. Those of a claimed warm-up do not count.
     """
-    if sees_collectives([run], claims, found):
-        require_few_bytes(run, claims, found)
+    # A hook may send nothing in the last steps, and too much in one before.
+    is_seen = any(any(totals[2:]) for _, totals, _ in run.bytes_sent_unrecorded())
+    if not is_seen and not sees_collectives([run], claims, found):
+        return
+    require_few_bytes(run, claims, found)
+    if claims.ratio is not None:
+        _require_few_bytes_unrecorded(run, claims, claims.ratio, found)
+
+
+def _require_few_bytes_unrecorded(run: Run, claims: Claims, ratio: float, found: Found) -> None:
+    """Require that no step before those that are recorded sends more than a share."""
+    # DDP groups its buckets anew before the second step.
+    first = max(2, claims.steps_of_warmup)
+    for rank, totals, gradients in run.bytes_sent_unrecorded():
+        for step, total in enumerate(totals[first:], first):
+            found.require(
+                total <= ratio * gradients,
+                f"at most {ratio:g} of {gradients} bytes",
+                f"rank {rank}, step {step} before the recorded ones: {total} bytes, "
+                f"{total / gradients:.3g} of them",
+            )

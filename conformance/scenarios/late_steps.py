@@ -21,8 +21,8 @@ SAVED_LATE = replace(
     SAVED_ONE,
     name="saved_late",
     summary="the state is saved after 200 to 700 steps that are not recorded, and three others; "
-    "the number of steps and the size of the one parameter are drawn",
-    params=(Param((509,)),),
+    "the number of steps and the size of the one parameter, of bfloat16, are drawn",
+    params=(Param((509,), "bfloat16"),),
     unrecorded_steps=200,
 )
 
@@ -34,7 +34,18 @@ RESUMED_LATE = replace(
     resume=replace(SAVED_LATE.resume, resumes=True),
 )
 
-ALL = (SENT_LATE, SAVED_LATE, RESUMED_LATE)
+# All steps from the save on feed the same gradients.
+ROLLED_BACK_LATE = replace(
+    SAVED_LATE,
+    name="rolled_back_late",
+    summary="a process loads the state of one of its first 45 steps 150 to 400 steps later, and "
+    "repeats four steps; the numbers, and the size of the one parameter, of bfloat16, are drawn",
+    steps=("crafted",) * 5 + ("constant",) * 154,
+    unrecorded_steps=0,
+    resume=replace(SAVED_LATE.resume, saves_at=5, rolls_back_at=155),
+)
+
+ALL = (SENT_LATE, SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE)
 
 
 def draw_late(scenario: Scenario, draws: random.Random) -> Scenario:
@@ -45,12 +56,25 @@ def draw_late(scenario: Scenario, draws: random.Random) -> Scenario:
 def draw_saved_late(scenario: Scenario, _: random.Random) -> Scenario:
     """Draw the number of steps and the size, alike for both runs."""
     draws = random.Random(f"{scenario.session_seed}/saved late")
-    params = (Param((draws.randint(257, 1019),)),)
+    params = (replace(scenario.params[0], shape=(draws.randint(257, 1019),)),)
     return replace(scenario, params=params, unrecorded_steps=draws.randint(200, 700))
+
+
+def draw_rolled_back(scenario: Scenario, draws: random.Random) -> Scenario:
+    """Draw the step of the state, the steps until it is loaded, and the size."""
+    saves_at = draws.randint(5, 45)
+    later = draws.randint(150, 400)
+    return replace(
+        scenario,
+        params=(replace(scenario.params[0], shape=(draws.randint(257, 1019),)),),
+        steps=("crafted",) * saves_at + ("constant",) * (later + 4),
+        resume=replace(scenario.resume, saves_at=saves_at, rolls_back_at=saves_at + later),
+    )
 
 
 DRAWS = {
     SENT_LATE.name: draw_late,
     SAVED_LATE.name: draw_saved_late,
     RESUMED_LATE.name: draw_saved_late,
+    ROLLED_BACK_LATE.name: draw_rolled_back,
 }

@@ -58,9 +58,8 @@ class ForgetsWeights(InFloat32):
 class LoadsIntoItsWeights(InFloat32):
     """Load weights into the copies that there are, which steps make: a new object has none."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def prepare(self) -> None:
         self.stepped: set[torch.Tensor] = set()
-        super().__init__(*args, **options)
 
     def _step(self, parameter: torch.Tensor, grad: torch.Tensor, options: dict[str, Any]) -> None:
         self.stepped.add(parameter)

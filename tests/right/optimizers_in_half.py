@@ -26,7 +26,11 @@ class InFloat32(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         self.group = process_group
+        self.prepare()
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def prepare(self) -> None:
+        """Make the attributes of a subclass."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -80,9 +84,8 @@ class InFloat32(torch.optim.Optimizer):
 class CopiesApart(InFloat32):
     """The same, with the copies of weights in a dict of their own, which is saved by number."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def prepare(self) -> None:
         self.copies: dict[int, torch.Tensor] = {}
-        super().__init__(*args, **options)
 
     def number(self, parameter: torch.Tensor) -> int:
         """Return the key of a parameter: its place in the groups."""

@@ -266,6 +266,10 @@ class HookDriver(RankDriver):
         for step in range(steps):
             warm_up.train(self._models(), step)
             self._observer.forget_futures()
+            if self.scenario.order != "free":
+                warm_up.count_sent(self.collectives)
+        if warm_up.sent:
+            self.recorder.event("sent_unrecorded", totals=warm_up.sent)
         self._observer.is_quiet = False
         self.collectives.resume()
 
