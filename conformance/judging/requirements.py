@@ -378,26 +378,3 @@ def require_few_bytes(run: Run, claims: Claims, found: Found) -> None:
             f"at most {claims.ratio:g} of {gradients} bytes",
             f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} of them; {names}",
         )
-
-
-def require_few_bytes_before(run: Run, claims: Claims, found: Found) -> None:
-    """Require the same of earlier steps, which are recorded by their numbers of bytes alone.
-
-    A ratio is claimed.
-    """
-    assert claims.ratio is not None
-    gradients = {rank: size for rank, _, _, size in run.bytes_sent()}
-    exact = max(2, claims.steps_of_warmup)
-    for rank in run.ranks:
-        sent = (rank.first("sent_before") or {}).get("bytes")
-        size = gradients.get(rank.rank)
-        if not sent or not size:
-            found.lacks_evidence(f"rank {rank.rank} has no record of the bytes that it has sent")
-            return
-        most, step = max((number, step) for step, number in enumerate(sent) if step >= exact)
-        found.require(
-            most <= claims.ratio * size,
-            f"at most {claims.ratio:g} of {size} bytes",
-            f"rank {rank.rank}, step {step} of the {len(sent)} before those that are recorded: "
-            f"{most} bytes, {most / size:.3g} of them",
-        )

@@ -151,6 +151,18 @@ class Run:
                     collectives = [(name, size) for name, size in sent["collectives"]]
                     yield rank.rank, sent["step"], collectives, gradients
 
+    def bytes_sent_unrecorded(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield the traffic of every rank in the steps before those that are recorded.
+
+        Each item is the rank, the bytes that it gave to collectives in each step, and the bytes of
+        its gradients in a step.
+        """
+        gradients = {rank: size for rank, _, _, size in self.bytes_sent()}
+        for rank in self.ranks:
+            for sent in rank.all("sent_unrecorded"):
+                if rank.rank in gradients:
+                    yield rank.rank, sent["totals"], gradients[rank.rank]
+
     def recorded(self, group: tuple[int, ...], step: int, index: int) -> torch.Tensor | None:
         """Return the recorded inputs of a group, ``[W, numel]`` in float64.
 

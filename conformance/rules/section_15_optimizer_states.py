@@ -2,11 +2,12 @@
 
 import torch
 
-from conformance.judging.oracles.optimizer import construction, require_right, right_steps
+from conformance.judging.oracles.optimizer import require_right, right_steps
 from conformance.judging.oracles.optimizer_calls import (
     require_own_entries,
     require_right_with_rates,
 )
+from conformance.judging.oracles.optimizer_gradients import construction
 from conformance.judging.oracles.optimizer_repeats import require_repeated
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -57,7 +58,8 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
     "be these, not the old ones; states of parameters that have none in the loaded state are gone; "
     "load_state_dict of torch.optim.Optimizer rounds a state in float32 to the dtype of its "
-    "parameter: put the loaded values back in their own dtype",
+    "parameter: put the loaded values back in their own dtype; copies of parameters in float32 "
+    "that are made in the first step: make them in load_state_dict, too",
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
@@ -72,9 +74,10 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
 
     In models of bfloat16 and of float16, steps that are repeated from the restored state give the
     same bits as before: a state in float32 goes on as if it had not been saved, and so do copies of
-    parameters in float32. This holds too if a state without any moments is loaded before. An error
-    on every rank may refuse these models. Not judged are bits that differ as well if the same state
-    is loaded once more, as by random numbers.
+    parameters in float32. This holds too if a state without any moments is loaded before, and if
+    an optimizer of a new model loads the state, as in new processes. An error on every rank may
+    refuse these models. Not judged are bits that differ after every load of the same state, as by
+    random numbers.
     """
     if run.scenario.variant == RESET.variant and run.ranks[0].first("consolidates"):
         found.leaves_out(KEEPS_STATES)

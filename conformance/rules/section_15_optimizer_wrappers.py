@@ -8,18 +8,17 @@ from conformance.judging.common_rules import (
     right_however_strings_hash,
 )
 from conformance.judging.oracles.optimizer import (
-    construction,
     is_due,
     require_right,
     result,
     steps,
-    takes_averager,
 )
 from conformance.judging.oracles.optimizer_calls import (
     require_one_averager_call,
     require_own_entries,
     require_right_with_rates,
 )
+from conformance.judging.oracles.optimizer_gradients import construction, takes_averager
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run

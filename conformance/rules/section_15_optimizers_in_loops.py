@@ -1,10 +1,11 @@
 """Section 15, continued: what training does between the steps of an optimizer wrapper."""
 
-from conformance.judging.oracles.optimizer import require_right, takes_averager
+from conformance.judging.oracles.optimizer import require_right
+from conformance.judging.oracles.optimizer_gradients import takes_averager
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.optimizer_backwards import ACCUMULATED, DISCARDED
+from conformance.scenarios.optimizer_backwards import ALL as BACKWARDS
 from conformance.scenarios.optimizer_loops import (
     RENEWED,
     WRITTEN,
@@ -58,18 +59,20 @@ def written(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.43",
-    "Gradients of several backwards add up",
-    on=(ACCUMULATED, DISCARDED),
-    owns=(ACCUMULATED, DISCARDED),
-    refusable=(ACCUMULATED, DISCARDED),
+    "Gradients of several backwards add up, and changes of them count",
+    on=BACKWARDS,
+    owns=BACKWARDS,
+    refusable=BACKWARDS,
     needs=("15.1", "15.8", "15.9", "15.21"),
     claimed="averages",
     since="2.0",
     source="torch documentation, torch.autograd.backward, which accumulates gradients in leaves, "
     "Optimizer.zero_grad, Module.zero_grad and torch.nn.utils.clip_grad_norm_; Horovod's "
-    "backward_passes_per_step and synchronize()",
+    "backward_passes_per_step and synchronize(); embeddings of which new rows alone are trained",
     remedy="a hook that moves a gradient into a buffer, and frees it: let p.grad be a view of the "
-    "buffer, which clipping scales, and begin anew if p.grad is another tensor; the version of a "
+    "buffer, which clipping scales, and begin anew if p.grad is another tensor; a factor of a "
+    "parameter's gradient in place of p.grad itself; sums in float32 of gradients in half "
+    "precision, which clipping does not reach; the version of a "
     "tensor, which .data does not change; a gradient that is sent once it is there, and not again: "
     "average in step(), or offer synchronize(); a mark of averaged gradients that step() alone "
     "takes back, although a batch that is given up has no step",
@@ -77,13 +80,15 @@ def written(run: Run, claims: Claims, found: Found) -> None:
 def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     """After two or three backwards a step is that on the sum of their gradients, whichever
     parameters each of them reaches; gradients that zero_grad() of the optimizer or of the model has
-    dropped, or p.grad = None, count in no step. A factor by which p.grad is multiplied before the
-    step, the same on all ranks, counts, whether p.grad is multiplied in place, in p.grad.data, or
-    is replaced by the product.
+    dropped, or p.grad = None, count in no step. Changes of p.grad before the step, the same on all
+    ranks, count, whether p.grad is changed in place, in p.grad.data, or is replaced: a factor,
+    zeros in some rows, a factor of each element, values that are added.
 
-    The steps, and the parameters of each backward, are drawn from the session's seed. Of a backward
-    that is dropped, one parameter has no gradient in the step that follows, and stays as it is. An
-    error on every rank may refuse several backwards, or gradients that are dropped. If an optimizer
+    Parameters are of float32; and of bfloat16 and of float16, with gradients that are changed. The
+    steps, the changes, and the parameters of each backward, are drawn from the session's seed. Of a
+    backward that is dropped, one parameter has no gradient in the step that follows, and stays as
+    it is. An error on every rank may refuse several backwards, dropped gradients, or half
+    precision. If an optimizer
     has synchronize() and skip_synchronize(), as Horovod's, the first is called before gradients are
     scaled, and the step is within the second. Of some backwards that are dropped, synchronize() has
     averaged the gradients, if an optimizer has it, and skip_synchronize() may have been entered

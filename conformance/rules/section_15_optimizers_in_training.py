@@ -10,16 +10,12 @@ from conformance.judging.common_rules import (
     raises_if_collective_fails,
     right_beside_own_numbers,
 )
-from conformance.judging.oracles.optimizer import (
-    construction,
-    require_right,
-    require_steps_with_some_gradient,
-    takes_averager,
-)
+from conformance.judging.oracles.optimizer import require_right, require_steps_with_some_gradient
 from conformance.judging.oracles.optimizer_calls import (
     require_calls_under_scaler,
     require_own_entries,
 )
+from conformance.judging.oracles.optimizer_gradients import construction, takes_averager
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -143,28 +139,29 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.24",
-    "A rank may have no gradient, and a parameter none for many steps",
+    "A rank may have no gradient, and a parameter none or zeros for many steps",
     on=(EMPTY, RESTS, RESTS_OF_ADAM),
     owns=(EMPTY, RESTS, RESTS_OF_ADAM),
     needs=("15.9",),
     since="1.2",
     source="empty batches on one rank; fine-tuning, which freezes and unfreezes layers; mixtures "
     "of experts; torch.optim, which keeps the state of a parameter without a gradient, and counts "
-    "the steps of each parameter",
+    "the steps of each parameter; zero_grad(set_to_none=False), and DDP, which leave zeros",
     remedy="a step that returns early without gradients; a list of parameters that is made once; "
-    "the state of a parameter that is dropped after some steps without a gradient, or while it is "
-    "frozen; one count of steps for a group of parameters",
+    "the state of a parameter, or of its rows, that is dropped after some steps without a gradient "
+    "or with zeros, or while it is frozen; one count of steps for a group of parameters",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
     in averages; a frozen parameter is not stepped, and an unfrozen one is. After many steps without
-    a gradient a parameter goes on from its own state.
+    a gradient, or with a gradient of zeros, a parameter goes on from its own state.
 
     One whose first gradient comes late begins as in a first step. The optimizer is SGD with
     momentum, and Adam or AdamW. For 260 to 300 steps in a row a parameter has no gradient, and
     another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
-    alone, and two are trained from the 20th to 250th step on. The numbers and the parameters are
-    drawn from the session's seed.
+    alone, and two are trained from the 20th to 250th step on. Of four more the gradients are zeros,
+    in whole or in some rows, for as many steps in a row or in turns. The numbers and the parameters
+    are drawn from the session's seed.
 
     Without an averager and without the claim ``averages`` all ranks have the same gradients.
     """

@@ -16,7 +16,6 @@ SENT_LATE = replace(
     "recorded by their bytes alone",
     steps=("crafted",) * 12,
     unrecorded_steps=FEWEST,
-    observe=replace(ORDERED.observe, bytes_sent=True),
 )
 
 SAVED_LATE = replace(

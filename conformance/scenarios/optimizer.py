@@ -310,8 +310,10 @@ class Setting:
         saves_at: the number of steps after which the state is saved, if it is drawn.
         back: the step before which everything is restored, and the step whose end is restored, or
             -1 for the beginning.
-        again: further steps before which the same state is restored. The last time the state of the
-            beginning is loaded before it, so that parameters have no state then.
+        again: further steps before which the same state is restored.
+        emptied: the one of these before which the state of the beginning is loaded first, so that
+            parameters have no state then.
+        remade: the one of these before which model and optimizer are made anew.
         regrouped: the groups of the processes that load the state, if they have other ones: the
             parameters of each come in another order, with the same shapes in each place.
         appended: how many of these groups are added before the state is loaded.
@@ -334,6 +336,8 @@ class Setting:
     saves_at: int = 0
     back: tuple[int, int] = (-1, -1)
     again: tuple[int, ...] = ()
+    emptied: int = -1
+    remade: int = -1
     regrouped: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...] = ()
     appended: int = 0
     scaling: Scaling | None = None

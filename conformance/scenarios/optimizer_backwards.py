@@ -1,18 +1,23 @@
 """Scenarios for optimizer wrappers: other backwards than one before each step, and gradients of
 zeros.
 
-Gradients of several backwards add up in ``p.grad``, which may be scaled before the step, as by
-clipping. ``zero_grad()`` of the optimizer or the model, or ``p.grad = None``, drops those of
-a backward whose step is given up. A parameter whose gradients are zeros on all ranks is stepped,
-with its momentum, while one without a gradient is not (torch documentation,
-``torch.autograd.backward`` and ``torch.optim.Optimizer.zero_grad``). If an optimizer averages
-gradients by ``synchronize()``, as Horovod's does, a batch may be given up after that: the next
-batch's gradients are averaged all the same. All numbers are drawn from the session's seed.
+Gradients of several backwards add up in ``p.grad``, which may be changed before the step: scaled,
+as by clipping; zeros in some rows, as of an embedding of which the new tokens alone are trained;
+other values in each element, as masks; values added to it, as noise or a decay. ``zero_grad()`` of
+the optimizer or the model, or ``p.grad = None``, drops those of a backward whose step is given up.
+A parameter whose gradients are zeros on all ranks is stepped, with its momentum, while one without
+a gradient is not (torch documentation, ``torch.autograd.backward`` and
+``torch.optim.Optimizer.zero_grad``). If an optimizer averages gradients by ``synchronize()``, as
+Horovod's does, a batch may be given up after that: the next batch's gradients are averaged all the
+same. All numbers are drawn from the session's seed.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import PLAIN, START, UNUSED
@@ -23,11 +28,27 @@ ACCUMULATED = replace(
     PLAIN,
     name="optimizer_accumulated",
     summary="some steps come after two or three backwards, whose gradients add up; each has "
-    "gradients of other parameters; before some steps p.grad is scaled, as by clipping, in place, "
-    "in .data or by another tensor",
-    steps=("crafted",) * 8,
+    "gradients of other parameters; before most steps p.grad is changed, in place, in .data or by "
+    "another tensor: it is scaled, has rows of zeros, is scaled by elements, or gets a sum",
+    steps=("crafted",) * 14,
     world_sizes=(2,),
     variant="accumulated",
+)
+
+ACCUMULATED_BFLOAT16 = replace(
+    ACCUMULATED,
+    name="optimizer_accumulated_bfloat16",
+    summary="the same with random gradients and parameters of bfloat16",
+    params=tuple(replace(param, dtype="bfloat16") for param in PLAIN.params),
+    steps=("normal",) * len(ACCUMULATED.steps),
+    variant="accumulated_half",
+)
+
+ACCUMULATED_FLOAT16 = replace(
+    ACCUMULATED_BFLOAT16,
+    name="optimizer_accumulated_float16",
+    summary="the same with random gradients and parameters of float16",
+    params=tuple(replace(param, dtype="float16") for param in PLAIN.params),
 )
 
 DISCARDED = replace(
@@ -40,7 +61,9 @@ DISCARDED = replace(
     variant="discarded",
 )
 
-ALL = (ACCUMULATED, DISCARDED)
+IN_HALF = (ACCUMULATED_BFLOAT16, ACCUMULATED_FLOAT16)
+ALL = (ACCUMULATED, *IN_HALF, DISCARDED)
+_ACCUMULATED = tuple({scenario.variant for scenario in (ACCUMULATED, *IN_HALF)})
 
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.
 DROPPED = START + 100
@@ -51,15 +74,51 @@ BY_MODEL = "model.zero_grad()"
 BY_NONE = "p.grad = None"
 WAYS = (BY_OPTIMIZER, BY_MODEL, BY_NONE)
 
-# The ways in which gradients are multiplied. The second one does not change a tensor's version.
-IN_PLACE = "p.grad.mul_(factor)"
-IN_DATA = "p.grad.data.mul_(factor)"
-NEW_TENSOR = "p.grad = p.grad * factor"
-SCALINGS = (IN_PLACE, IN_DATA, NEW_TENSOR)
+# Values that are added to gradients are made like the gradients of these steps.
+ADDED = START + 200
 
-# The factors of the gradients in steps of two, one and three backwards, by places in the drawn
-# order of steps; powers of two, so that products are exact.
-_FACTORS = {0: 0.5, 1: 2.0, 2: 0.25, 3: 0.5, 4: 2.0, 5: 0.25}
+# The ways in which gradients are changed. The second one does not change a tensor's version.
+IN_PLACE = "p.grad, in place"
+IN_DATA = "p.grad.data, in place"
+NEW_TENSOR = "another tensor as p.grad"
+CHANGED_IN = (IN_PLACE, IN_DATA, NEW_TENSOR)
+
+# The factors of the gradients in the first steps of the drawn order: powers of two, so that
+# products are exact. Steps of several backwards take turns with steps of one.
+_FACTORS = (0.5, 2.0, 0.25, 0.5, 2.0, 0.25)
+# The factors of single elements.
+_OF_ELEMENTS = (0.0, 0.5, 1.0, 2.0)
+
+
+class Changing(Enum):
+    """A change of gradients before a step."""
+
+    SCALED = "multiplied by a factor"
+    ROWS = "zeros in some rows"
+    ELEMENTS = "each element multiplied by its own factor, some by 0"
+    SUM = "values added"
+
+
+# The changes that are no factor: they come in the next steps of the drawn order.
+_OTHERS = (Changing.ROWS, Changing.ELEMENTS, Changing.SUM)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of all gradients between the last backward and a step, the same on all ranks.
+
+    All changes are linear: it makes no difference whether gradients are averaged before or after.
+
+    Attributes:
+        kind: the change.
+        way: the tensor that is changed.
+        factor: of all elements.
+    """
+
+    kind: Changing
+    way: str
+    factor: float = 1.0
+
 
 # All shares of a gradient are powers of two, so that every partial sum is exact.
 _SHARES = {1: (1.0,), 2: (0.5, 0.5), 3: (0.25, 0.5, 0.25)}
@@ -71,7 +130,7 @@ def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
     Half of the steps have one backward. In the others every backward has a gradient of some
     parameter, and one parameter has a gradient in all of them.
     """
-    if scenario.variant != ACCUMULATED.variant:
+    if scenario.variant not in _ACCUMULATED:
         return (1.0,)
     number = _place_of(scenario, step)
     if number % 2:
@@ -89,27 +148,60 @@ def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
     return tuple(parts)
 
 
-def factor_of(scenario: Scenario, step: int) -> float:
-    """Return the factor by which gradients are multiplied between the last backward and a step."""
-    if scenario.variant != ACCUMULATED.variant:
-        return 1.0
-    return _FACTORS.get(_place_of(scenario, step), 1.0)
+def change_before(scenario: Scenario, step: int) -> Change | None:
+    """Return the change of gradients before a step, if there is one.
+
+    Each kind of change, and each way, comes before a step of one backward and before a step of
+    several.
+    """
+    if scenario.variant not in _ACCUMULATED:
+        return None
+    place = _place_of(scenario, step)
+    several = place % 2
+    if place < len(_FACTORS):
+        ways = generator(scenario, f"scalings {several}").sample(CHANGED_IN, len(CHANGED_IN))
+        return Change(Changing.SCALED, ways[place // 2], _FACTORS[place])
+    number = (place - len(_FACTORS)) // 2
+    if number >= len(_OTHERS):
+        return None
+    ways = generator(scenario, f"changes {several}").sample(CHANGED_IN, len(CHANGED_IN))
+    return Change(_OTHERS[number], ways[number])
+
+
+def zero_rows(scenario: Scenario, step: int, index: int) -> slice:
+    """Return the rows of a gradient that become zeros; none of a gradient without dimensions."""
+    shape = scenario.params[index].shape
+    if not shape:
+        return slice(0, 0)
+    draw = generator(scenario, f"rows of p{index} in {step}")
+    count = draw.randint(1, shape[0] - 1)
+    begin = draw.randint(0, shape[0] - count)
+    return slice(begin, begin + count)
+
+
+def factors_of(scenario: Scenario, step: int, index: int) -> list[float]:
+    """Return the factors of all elements of a gradient before a step, in C order."""
+    shape = scenario.params[index].shape
+    numel = math.prod(shape)
+    change = change_before(scenario, step)
+    if change is None or change.kind is Changing.SUM:
+        return [1.0] * numel
+    if change.kind is Changing.SCALED:
+        return [change.factor] * numel
+    if change.kind is Changing.ELEMENTS:
+        draw = generator(scenario, f"factors of p{index} in {step}")
+        return draw.choices(_OF_ELEMENTS, k=numel)
+    rows = zero_rows(scenario, step, index)
+    width = math.prod(shape[1:])
+    factors = [1.0] * numel
+    factors[rows.start * width : rows.stop * width] = [0.0] * (rows.stop - rows.start) * width
+    return factors
 
 
 def _place_of(scenario: Scenario, step: int) -> int:
     """Return the place of a step in the drawn order of steps."""
     order = generator(scenario, "steps").sample(range(len(scenario.steps)), len(scenario.steps))
     return order.index(step)
-
-
-def scaling_of(scenario: Scenario, step: int) -> str:
-    """Return how gradients are multiplied before a step.
-
-    Each way comes before a step of one backward, and before a step of several.
-    """
-    place = _place_of(scenario, step)
-    ways = generator(scenario, f"scalings {place % 2}").sample(SCALINGS, len(SCALINGS))
-    return ways[place // 2]
 
 
 @dataclass(frozen=True)
@@ -144,7 +236,8 @@ def drop_before(scenario: Scenario, step: int) -> Drop | None:
 def averages_first(scenario: Scenario, step: int) -> bool:
     """Whether ``synchronize()`` averages gradients before a step, if the optimizer has it."""
     drop = drop_before(scenario, step)
-    return factor_of(scenario, step) != 1 or (drop is not None and drop.averages_after)
+    is_changed = change_before(scenario, step) is not None
+    return is_changed or (drop is not None and drop.averages_after)
 
 
 def is_left_out(scenario: Scenario, step: int, index: int) -> bool:
@@ -171,6 +264,17 @@ def _drops(scenario: Scenario) -> Mapping[int, Drop]:
         enters = is_averaged and (WAYS.index(way) + averages_after) % 2 == entered
         drops[step] = Drop(way, left_out, is_averaged, enters, averages_after)
     return drops
+
+
+def setting_in_half(scenario: Scenario) -> dict[str, Any]:
+    """Return the options of steps in half precision: each is judged from the one before it."""
+    draw = generator(scenario, "options")
+    return {"lr": draw.uniform(0.3, 1.0), "momentum": 0.0}
+
+
+def is_in_half(scenario: Scenario) -> bool:
+    """Whether a scenario of changed gradients has parameters of half precision."""
+    return scenario.variant == ACCUMULATED_BFLOAT16.variant
 
 
 def _let_rest(scenario: Scenario, numbers: random.Random) -> Scenario:

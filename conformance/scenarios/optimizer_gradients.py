@@ -9,7 +9,7 @@ import random
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import UNUSED
-from conformance.scenarios.optimizer_backwards import is_left_out
+from conformance.scenarios.optimizer_backwards import is_in_half, is_left_out
 from conformance.scenarios.optimizer_loops import RESET, trained_late
 from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_rests import rests, rests_at
@@ -21,10 +21,11 @@ def first_kind(scenario: Scenario) -> str:
     """Return the kind of the first values of parameters.
 
     They are zeros if dtypes differ, so that steps are exact in all of them, or if steps are
-    repeated, so that small differences show in half precision.
+    repeated or accumulated in half precision, so that small differences show.
     """
-    is_zero = scenario.variant in ("dtypes", "special") or is_repeated(scenario)
-    return "zero_all" if is_zero else "crafted"
+    is_zero = scenario.variant in ("dtypes", "special")
+    is_half = is_repeated(scenario) or is_in_half(scenario)
+    return "zero_all" if is_zero or is_half else "crafted"
 
 
 def is_frozen(scenario: Scenario, step: int, index: int) -> bool:

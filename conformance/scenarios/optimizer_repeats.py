@@ -2,8 +2,9 @@
 
 With the same gradients they give the same bits as before the state was loaded, in half precision,
 too. Bounds of half precision are wide: a state in float32 that a load rounds to the dtype of its
-parameter, as ``torch.optim.Optimizer.load_state_dict`` does, stays within them. All numbers are
-drawn from the session's seed.
+parameter, as ``torch.optim.Optimizer.load_state_dict`` does, stays within them. So do weights in
+float32 that an optimizer without any has no place for, as in a new process. All numbers are drawn
+from the session's seed.
 """
 
 import random
@@ -16,15 +17,16 @@ from conformance.scenarios.seeds import generator
 
 # The number of steps that are repeated, and how often they are made altogether.
 REPEATED_STEPS = 4
-PASSES = 4
+PASSES = 5
 
 REPEATED_BFLOAT16 = replace(
     PLAIN,
     name="optimizer_repeated_bfloat16",
-    summary="four steps of parameters of bfloat16 are repeated three times, each time from the "
-    "restored state before them; the last time the state of the beginning is loaded first",
+    summary="four steps of parameters of bfloat16 are repeated four times, each time from the "
+    "restored state before them; once the state of the beginning is loaded first, and then model "
+    "and optimizer are made anew",
     params=tuple(replace(param, dtype="bfloat16") for param in PLAIN.params),
-    steps=("normal",) * 22,
+    steps=("normal",) * 26,
     world_sizes=(2,),
     variant="repeated",
 )
@@ -56,6 +58,8 @@ def repeated(scenario: Scenario) -> Setting:
         },
         back=(first, saved),
         again=tuple(others),
+        emptied=others[-2],
+        remade=others[-1],
     )
 
 

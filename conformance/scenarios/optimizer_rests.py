@@ -1,10 +1,14 @@
-"""Scenarios for optimizer wrappers: parameters that have no gradient for many steps in a row.
+"""Scenarios for optimizer wrappers: parameters without a gradient for many steps in a row, or with
+one of zeros.
 
 Layers are frozen in turns, an expert of a mixture is seldom used, a schedule trains a layer late.
 torch.optim keeps the state of a parameter that has no gradient, however long that lasts, and Adam's
-count of steps is each parameter's own. All numbers are drawn from the session's seed.
+count of steps is each parameter's own. Under DDP, or after ``zero_grad(set_to_none=False)``, such a
+parameter has a gradient of zeros: it is stepped, and its moments decay. So do those of the rows of
+an embedding whose tokens do not occur. All numbers are drawn from the session's seed.
 """
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,12 +22,13 @@ from conformance.scenarios.seeds import generator
 RESTS = replace(
     PLAIN,
     name="optimizer_rests",
-    summary="of eight parameters seven have no gradient in many steps: for up to 300 steps in a "
+    summary="of twelve parameters seven have no gradient in many steps: for up to 300 steps in a "
     "row, in turns, in all steps but every so many, or until their first one; three are frozen "
-    "then",
+    "then; four more have zeros as their gradients, or in some rows of them",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
+        *(Param((6, 2)), Param((5,)), Param((4, 3)), Param((3,))),
     ),
     steps=("normal",) * 350,
     world_sizes=(2,),
@@ -43,15 +48,18 @@ _VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
 
 @dataclass(frozen=True)
 class Rest:
-    """The steps in which a parameter has no gradient on any rank.
+    """The steps in which a parameter has no gradient on any rank, or one of zeros on all ranks.
 
     Attributes:
         steps: these steps.
         is_frozen: whether the parameter requires no gradient then.
+        zeros: the part of the gradient that is zeros then, from 0 to 1, in whole rows; None if
+            there is no gradient.
     """
 
     steps: frozenset[int]
-    is_frozen: bool
+    is_frozen: bool = False
+    zeros: tuple[float, float] | None = None
 
 
 def rests(scenario: Scenario) -> bool:
@@ -60,9 +68,23 @@ def rests(scenario: Scenario) -> bool:
 
 
 def rests_at(scenario: Scenario, step: int, index: int, *, frozen: bool) -> bool:
-    """Whether a parameter rests at a step, and is frozen then or is not."""
+    """Whether a parameter has no gradient at a step, and is frozen then or is not."""
     rest = _plan(scenario.session_seed, scenario.name)[index]
-    return step in rest.steps and rest.is_frozen is frozen
+    return step in rest.steps and rest.zeros is None and rest.is_frozen is frozen
+
+
+def zeros_at(scenario: Scenario, step: int, index: int) -> range:
+    """Return the elements of a gradient that are zeros at a step, in C order."""
+    if not rests(scenario):
+        return range(0)
+    rest = _plan(scenario.session_seed, scenario.name)[index]
+    if step not in rest.steps or rest.zeros is None:
+        return range(0)
+    rows, *others = scenario.params[index].shape or (1,)
+    width = math.prod(others)
+    begin, end = rest.zeros
+    first = min(int(begin * rows), rows - 1)
+    return range(first * width, max(first + 1, int(end * rows)) * width)
 
 
 def rests_of(scenario: Scenario) -> tuple[Rest, ...]:
@@ -91,16 +113,18 @@ def _plan(seed: int, name: str) -> tuple[Rest, ...]:
     every = draw.randint(9, 60)
     count = len(scenario.steps)
     seldom = set(range(count)) - set(range(draw.randrange(every), count, every))
+    part = (draw.uniform(0.0, 0.4), draw.uniform(0.5, 0.9))
     rests = [
-        Rest(frozenset(), False),
-        Rest(frozenset(seldom), False),
-        Rest(frozenset(range(draw.randint(100, 250))), False),
-        Rest(frozenset(range(draw.randint(20, 99))), True),
+        Rest(frozenset()),
+        Rest(frozenset(seldom)),
+        Rest(frozenset(range(draw.randint(100, 250)))),
+        Rest(frozenset(range(draw.randint(20, 99))), is_frozen=True),
     ]
-    for is_frozen in (False, True):
+    for is_frozen, zeros in ((False, None), (True, None), (False, (0.0, 1.0)), (False, part)):
         begin = draw.randint(2, 20)
-        rests.append(Rest(frozenset(range(begin, begin + draw.randint(260, 300))), is_frozen))
-        rests.append(Rest(frozenset(_turns(draw)), is_frozen))
+        long = range(begin, begin + draw.randint(260, 300))
+        rests.append(Rest(frozenset(long), is_frozen, zeros))
+        rests.append(Rest(frozenset(_turns(draw)), is_frozen, zeros))
     draw.shuffle(rests)
     return tuple(rests)
 
@@ -123,5 +147,7 @@ def _setting(seed: int, name: str, wrapped: str) -> Setting:
     options: dict[str, Any] = {"lr": draw.uniform(0.05, 0.2), "momentum": momentum, **decay}
     if wrapped != "SGD":
         betas = (momentum, draw.uniform(0.9, 0.999))
+        # Adam adds the decay to the gradient: of zeros it would take steps of the full rate.
+        decay = decay if wrapped == "AdamW" else {}
         options = {"lr": draw.uniform(0.002, 0.02), "betas": betas, **decay}
     return Setting(warmup=draw.randint(5, 30), period=draw.randint(15, 40), options=options)

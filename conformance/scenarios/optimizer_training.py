@@ -14,6 +14,7 @@ from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.interrupts import ERROR, drawn_interrupts
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer_backwards import ACCUMULATED_BFLOAT16, setting_in_half
 from conformance.scenarios.optimizer_loops import (
     AUTOCAST,
     RENEWED,
@@ -197,6 +198,7 @@ _RANDOM = (
     *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
     *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
+    ACCUMULATED_BFLOAT16.variant,
 )
 
 
@@ -291,6 +293,8 @@ def _plan_of(scenario: Scenario) -> Setting:
             return setting_of_rests(scenario, wrapped_class(scenario))
         case REPEATED_BFLOAT16.variant:
             return repeated(scenario)
+        case ACCUMULATED_BFLOAT16.variant:
+            return Setting(options=setting_in_half(scenario))
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":

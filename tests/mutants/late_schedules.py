@@ -95,6 +95,17 @@ def checks_every(steps: int, first: int) -> Hook:
     return hook
 
 
+def sends_once(at: int) -> Hook:
+    """Send nothing but the gradients of one step, as for a new estimate of their variance."""
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        if step_number(bucket) == at and is_dense(bucket):
+            sum_of(bucket.buffer().clone(), state)
+        return completed(bucket.buffer())
+
+    return hook
+
+
 def begins_to_send(first: int) -> Hook:
     """Send nothing at first, and later the largest gradient of each bucket, for a log."""
 
@@ -180,9 +191,10 @@ MUTANTS = [
     Mutant("pauses_once,first=641,steps=90", ("23.5",), "local", worlds=(2, 3)),
     Mutant("single_precision_from,first=877", ("23.9",), _IN_HALF),
     Mutant("checks_every,steps=3,first=211", ("23.9",), _IN_HALF),
-    Mutant("checks_every,steps=337,first=300", ("23.9",), _IN_HALF),
+    Mutant("checks_every,steps=347,first=100", ("23.9",), _IN_HALF),
     Mutant("checks_every,steps=611,first=600", ("23.9",), _IN_HALF),
     Mutant("begins_to_send,first=463", ("23.9",), "local(ratio=0)"),
+    Mutant("sends_once,at=733", ("23.9",), "local(ratio=0)"),
     Mutant("pool_of_another_dtype", ("9.4",)),
     Mutant("masters_of_each_step", ("9.4",)),
     Mutant("sums_in_closures", ("9.4",)),

@@ -1,4 +1,6 @@
-"""Mutants of rule 11.8: states that are right in the first steps, and lack what changes later."""
+"""Mutants of rule 11.8: states that are right in the first steps, and lack what changes later; and
+residuals of half precision.
+"""
 
 from typing import Any
 
@@ -6,7 +8,17 @@ import torch
 
 from hooks_ref import CompressionState, TopK, compression_hook
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, completed, is_dense, seeded
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    completed,
+    finite,
+    is_dense,
+    pieces_of,
+    seeded,
+)
+from tests.mutants.state import Key, _keys
 
 
 class Epochs:
@@ -128,9 +140,111 @@ def pauses_by_epoch(state: Epochs, bucket: Bucket) -> Result:
     return average(bucket, None) if (epoch + step) % 2 else completed(bucket.buffer())
 
 
+class Grown:
+    """A count of steps, and a mark that a step was reached, which loads of earlier states keep."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.step = 0
+        self.is_late = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.step = saved["step"]
+        self.is_late |= self.step >= self.at
+
+
+def halves_when_late(state: Grown, bucket: Bucket) -> Result:
+    """Send a random half of the elements, doubled, of another generator in later steps."""
+    state.is_late |= state.step >= state.at
+    words = (state.step, bucket.index(), int(state.is_late))
+    state.step += bucket.is_last()
+    if is_dense(bucket):
+        buffer = bucket.buffer()
+        buffer.mul_(2 * (torch.rand(buffer.shape, generator=seeded(*words)) < 0.5))
+    return average(bucket, None)
+
+
+class Shares:
+    """The share of an epoch, which is made as the epoch begins, and is not loaded."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.step = 0
+        self.share: float | None = None
+
+    def take(self) -> float:
+        """Return the share of the elements that are sent: a half, and later a quarter."""
+        if self.share is None or self.step % self.steps == 0:
+            self.share = 0.5 if self.step < self.steps else 0.25
+        return self.share
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.step = saved["step"]
+
+
+def random_shares(state: Shares, bucket: Bucket) -> Result:
+    """Send a random share of the elements, as many times as large."""
+    share = state.take()
+    words = (state.step, bucket.index())
+    state.step += bucket.is_last()
+    if is_dense(bucket):
+        buffer = bucket.buffer()
+        buffer.mul_((torch.rand(buffer.shape, generator=seeded(*words)) < share) / share)
+    return average(bucket, None)
+
+
+class InItsDtype:
+    """Residuals in float32, which are saved in the dtype of the gradients."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[Key, torch.Tensor] = {}
+        self.dtype = torch.float32
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: residual.to(self.dtype) for key, residual in self.residuals.items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.residuals = {key: residual.float() for key, residual in saved.items()}
+
+
+class InSixteenBits(InItsDtype):
+    """Residuals in float32, which a load rounds to bfloat16 if the gradients have that dtype."""
+
+    def state_dict(self) -> dict[str, Any]:
+        narrow = self.dtype == torch.bfloat16
+        residuals = {key: residual.clone() for key, residual in self.residuals.items()}
+        return {"residuals": residuals, "narrow": narrow}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        dtype = torch.bfloat16 if saved["narrow"] else torch.float32
+        self.residuals = {
+            key: residual.to(dtype).float() for key, residual in saved["residuals"].items()
+        }
+
+
+def half_in_float32(state: InItsDtype, bucket: Bucket) -> Result:
+    """Send the larger half with feedback in float32."""
+    if not is_dense(bucket) or bucket.buffer().dtype == torch.float64:
+        return average(bucket, None)
+    state.dtype = bucket.buffer().dtype
+    for key, piece in zip(_keys(bucket), pieces_of(bucket), strict=True):
+        value = piece.float() + state.residuals.get(key, 0)
+        places = value.abs().topk(-(-value.numel() // 2)).indices
+        sent = torch.zeros_like(value).index_copy_(0, places, value[places])
+        piece.copy_(sent)
+        state.residuals[key] = finite(value - piece.float())
+    return average(bucket, None)
+
+
 _STATE = f"{__name__}:"
 _RANDOM = "unbiased, world_only, checkpointable"
-_QUARTER = "compressed(delta=0.25), world_only, checkpointable"
+_FEEDBACK = "compressed(delta=0.25), world_only, checkpointable"
 
 MUTANTS = [
     Mutant("random_halves", ("11.8",), _RANDOM, f"{_STATE}Epochs,steps=64"),
@@ -140,12 +254,18 @@ MUTANTS = [
     Mutant("random_halves", ("11.8",), _RANDOM, f"{_STATE}NeverBack,steps=29"),
     Mutant("random_halves", ("11.8",), _RANDOM, f"{_STATE}NeverBack,steps=173"),
     Mutant("random_halves", ("11.8",), _RANDOM, f"{_STATE}OnceLate,steps=251"),
-    Mutant("keeps_a_quarter", ("11.8",), _QUARTER, f"{_STATE}NarrowSaves"),
-    Mutant("keeps_a_quarter", ("11.8",), _QUARTER, f"{_STATE}WiderThanHalf"),
+    Mutant("keeps_a_quarter", ("11.8",), _FEEDBACK, f"{_STATE}NarrowSaves"),
+    Mutant("keeps_a_quarter", ("11.8",), _FEEDBACK, f"{_STATE}WiderThanHalf"),
     Mutant(
         "pauses_by_epoch",
         ("11.8",),
         "local, world_only, checkpointable",
         f"{_STATE}Epochs,steps=37",
+    ),
+    Mutant("halves_when_late", ("11.8",), _RANDOM, f"{_STATE}Grown,at=90"),
+    Mutant("random_shares", ("11.8",), _RANDOM, f"{_STATE}Shares,steps=75"),
+    *(
+        Mutant("half_in_float32", ("11.8",), _FEEDBACK, f"{_STATE}{name}")
+        for name in ("InItsDtype", "InSixteenBits")
     ),
 ]

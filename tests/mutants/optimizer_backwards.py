@@ -194,6 +194,89 @@ class DividesByBackwards(_Hooked):
         return loss
 
 
+class _CarriesOver(_Hooked):
+    """Average sums of what hooks have seen, and carry changes of ``p.grad`` over to them."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.sums: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(optim, process_group)
+
+    def arrives(self, parameter: torch.Tensor) -> None:
+        if self.keeps(parameter):
+            assert parameter.grad is not None
+            self.sums[parameter] = parameter.grad.clone()
+
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        """Return whether there is a sum for a parameter."""
+        return True
+
+    def carried_over(self, kept: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that is averaged.
+
+        Args:
+            kept: the sum of the gradients of all backwards.
+            grad: ``p.grad``, which may have been changed since.
+        """
+        raise NotImplementedError
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, kept in self.sums.items():
+            if parameter.grad is not None:
+                parameter.grad = self.carried_over(kept, parameter.grad)
+        self.sums.clear()
+        super().step()
+        return loss
+
+
+class ScalesByNorms(_CarriesOver):
+    """Scale the sum by the quotient of the norms, which is right for clipping alone."""
+
+    def carried_over(self, kept: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        norm = float(kept.double().norm())
+        return kept * (float(grad.double().norm()) / norm) if norm else grad
+
+
+class BoundsChanges(_CarriesOver):
+    """Take elements of ``p.grad`` up to twice the sum, as clipping and masks leave them."""
+
+    def carried_over(self, kept: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return torch.where(grad.abs() <= 2 * kept.abs(), grad, kept)
+
+
+class KeepsWholeRows(_CarriesOver):
+    """Take ``p.grad`` if all its rows were changed, and the sum otherwise."""
+
+    def carried_over(self, kept: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        rows = (kept != grad).reshape(len(kept) if kept.dim() else 1, -1).any(1)
+        return grad if bool(rows.all()) else kept
+
+
+class SumsOfBfloat16(_CarriesOver):
+    """Average the gradients of bfloat16 from sums of its own, which clipping does not reach."""
+
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        return parameter.dtype == torch.bfloat16
+
+    def carried_over(self, kept: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return kept
+
+
+class FactorsOfFloat16(SumsOfBfloat16):
+    """Carry over one factor of each gradient of float16, that of its largest element."""
+
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        return parameter.dtype == torch.float16
+
+    def carried_over(self, kept: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        largest = kept.double().abs().amax()
+        factor = grad.double().abs().amax() / largest if largest else 1.0
+        return (kept.double() * factor).to(kept.dtype)
+
+
 class _Selects(AveragesGradients):
     """Average the gradients of chosen parameters alone, before the others lose theirs."""
 
@@ -261,6 +344,8 @@ MUTANTS = [
         for name in (
             *("ReplacesInBuffers", "KeepsDroppedGradients", "DividesInHooks", "MarksInHooks"),
             *("DividesByBackwards", "MovesIntoBuffers", "AddsToItsBuffers", "CopiesInHooks"),
+            *("ScalesByNorms", "BoundsChanges", "KeepsWholeRows"),
+            *("SumsOfBfloat16", "FactorsOfFloat16"),
         )
     ),
     *(

@@ -1,4 +1,4 @@
-"""Mutants of rule 15.24: states of parameters that have no gradient for many steps."""
+"""Mutants of rule 15.24: states of parameters that have no gradient, or zeros, for many steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,11 +84,85 @@ class CountsAsItsPeers(AveragesGradients):
         return loss
 
 
+class FreesZeroedStates(Sharded):
+    """Free the state of a parameter whose gradients were zeros in 100 steps in a row."""
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
+        super().__init__(params, optimizer_class, process_group, **defaults)
+        self.zeros: dict[torch.Tensor, int] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                continue
+            is_zero = not parameter.grad.count_nonzero()
+            self.zeros[parameter] = self.zeros.get(parameter, 0) + 1 if is_zero else 0
+            if self.zeros[parameter] >= 100:
+                self.local.state.pop(parameter, None)
+        return loss
+
+
+class SkipsZeroedParameters(AveragesGradients):
+    """Step a parameter no longer once its mean gradients were zeros in 12 steps."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        super().__init__(optim, process_group)
+        self.zeros: dict[torch.Tensor, int] = {}
+        self.optim.register_step_pre_hook(self._leave_out)
+
+    def _leave_out(self, optim: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optim.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                is_zero = not parameter.grad.count_nonzero()
+                self.zeros[parameter] = self.zeros.get(parameter, 0) + 1 if is_zero else 0
+                if self.zeros[parameter] > 12:
+                    parameter.grad = None
+
+
+class ClearsIdleRows(PostLocal):
+    """Clear the moments of rows, but not of whole parameters, that had zeros for 64 steps."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self.idle: dict[torch.Tensor, torch.Tensor] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.parameters():
+            grad = parameter.grad
+            if grad is None or not grad.dim():
+                continue
+            is_zero = ~grad.flatten(1).any(1) if grad.dim() > 1 else grad == 0
+            if parameter not in self.idle:
+                self.idle[parameter] = torch.zeros(len(grad), dtype=torch.int64)
+            self.idle[parameter] = torch.where(is_zero, self.idle[parameter] + 1, 0)
+            rows = self.idle[parameter] >= 64
+            if not is_zero.all():
+                self._clear(parameter, rows)
+        return loss
+
+    def _clear(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
+        for value in self.optim.state[parameter].values():
+            if torch.is_tensor(value) and value.shape == parameter.shape:
+                value[rows] = 0
+
+
 OF = {"kind": "optimizer"}
 MUTANTS = [
     *(
         Mutant(name, ("15.24",), **OF)
-        for name in ("ForgetsTheIdle", "FreesFrozenStates", "DecaysIdleMomenta")
+        for name in (
+            *("ForgetsTheIdle", "FreesFrozenStates", "DecaysIdleMomenta"),
+            *("FreesZeroedStates", "ClearsIdleRows"),
+        )
     ),
-    Mutant("CountsAsItsPeers", ("15.24",), "averages", **OF),
+    *(
+        Mutant(name, ("15.24",), "averages", **OF)
+        for name in ("CountsAsItsPeers", "SkipsZeroedParameters")
+    ),
 ]

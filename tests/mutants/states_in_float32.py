@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.right.optimizer_wrappers import HALVES, InFloat32
+from tests.right.optimizers_in_half import HALVES, CopiesApart, InFloat32
 
 
 class RoundsMomentaOfFloat16(InFloat32):
@@ -55,7 +55,49 @@ class ForgetsWeights(InFloat32):
             kept.pop("weight", None)
 
 
+class LoadsIntoItsWeights(InFloat32):
+    """Load weights into the copies that there are, which steps make: a new object has none."""
+
+    def prepare(self) -> None:
+        self.stepped: set[torch.Tensor] = set()
+
+    def _step(self, parameter: torch.Tensor, grad: torch.Tensor, options: dict[str, Any]) -> None:
+        self.stepped.add(parameter)
+        super()._step(parameter, grad, options)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for parameter, kept in self.state.items():
+            if parameter not in self.stepped:
+                kept.pop("weight", None)
+
+
+class KeepsWeightsByObject(CopiesApart):
+    """Save the copies of weights by the numbers of their objects: a new model has others."""
+
+    def number(self, parameter: torch.Tensor) -> int:
+        return id(parameter)
+
+
+class RoundsAtTheFirstLoad(InFloat32):
+    """Take the loaded momenta as they are, but for those of the first load, which are rounded."""
+
+    has_loaded = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.has_loaded = True
+
+    def put_back(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name == "momentum_buffer" and not self.has_loaded:
+            return value.to(parameter.dtype).to(value.dtype)
+        return super().put_back(parameter, name, value)
+
+
 MUTANTS = [
     Mutant(name, ("15.14",), "averages", kind="optimizer")
-    for name in ("RoundsMomentaOfFloat16", "LoadsIntoItsStates", "SavesHalves", "ForgetsWeights")
+    for name in (
+        *("RoundsMomentaOfFloat16", "LoadsIntoItsStates", "SavesHalves", "ForgetsWeights"),
+        *("LoadsIntoItsWeights", "KeepsWeightsByObject", "RoundsAtTheFirstLoad"),
+    )
 ]

@@ -59,6 +59,7 @@ _MODULES = (
     "averagers",
     "averagers_of_trainers",
     "optimizer_wrappers",
+    "optimizers_in_half",
     "strategies",
     "strategies_in_passes",
     "joins",

@@ -214,73 +214,6 @@ class SynchronizesAnew(Synchronizes):
         average_gradients(self.param_groups, self.group, self._divided)
 
 
-HALVES = (torch.float16, torch.bfloat16)
-
-
-class InFloat32(torch.optim.Optimizer):
-    """SGD on averaged gradients. Weights in half precision have copies and momenta in float32."""
-
-    def __init__(
-        self,
-        params: Any,
-        process_group: Any = None,
-        *,
-        lr: float = 0.1,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-    ) -> None:
-        self.group = process_group
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        size = dist.get_world_size(self.group)
-        average_gradients(self.param_groups, self.group, lambda grad: grad / size)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-        return loss
-
-    def _step(self, parameter: torch.Tensor, grad: torch.Tensor, options: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        is_half = parameter.dtype in HALVES
-        weight = self._weight(parameter) if is_half else parameter
-        grad = grad.to(weight.dtype).add(weight, alpha=options["weight_decay"])
-        if options["momentum"]:
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].mul_(options["momentum"]).add_(grad)
-            else:
-                state["momentum_buffer"] = grad.clone()
-            grad = state["momentum_buffer"]
-        weight.add_(grad, alpha=-options["lr"])
-        if is_half:
-            state["weight"] = weight
-            parameter.copy_(weight)
-
-    def _weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a weight, with the elements that were written since the last step."""
-        weight = self.state[parameter].get("weight")
-        if weight is None:
-            return parameter.float()
-        return torch.where(weight.to(parameter.dtype) == parameter, weight, parameter.float())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, kept in state_dict["state"].items():
-            for name, value in kept.items():
-                self.state[every[number]][name] = self.put_back(every[number], name, value)
-
-    def put_back(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a loaded tensor of a parameter's state, in the dtype in which it was saved."""
-        return value.clone()
-
-
 class StowsIdleStates(Delegates):
     """A wrapper that puts away the state of a parameter without a gradient, until it has one."""
 
@@ -444,7 +377,6 @@ RIGHT = [
     Right("Synchronizes", "averages", kind="optimizer"),
     Right("OneBackward", "averages", kind="optimizer"),
     Right("SynchronizesAnew", "averages", kind="optimizer"),
-    Right("InFloat32", "averages", kind="optimizer"),
     Right("StowsIdleStates", kind="optimizer"),
     Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),

@@ -73,13 +73,22 @@ def neither_means_nor_sums() -> Run:
 
 
 def repeated_otherwise() -> Run:
-    """Return a run of an optimizer whose last repeated steps differ from those before by a bit."""
+    """Return a run of an optimizer whose repeated steps differ each time by a bit."""
     run = stepped(REPEATED_BFLOAT16)
     for rank in run.ranks:
         for name, values in rank.tensors.items():
             rank.tensors[name] = values.bfloat16()
-    last = plan_of(REPEATED_BFLOAT16).again[0]
-    run.ranks[0].tensors[f"{last}/parameter/p1"][2] *= 1 + 2**-7
+    for place, again in enumerate(plan_of(REPEATED_BFLOAT16).again):
+        run.ranks[0].tensors[f"{again}/parameter/p1"][place] *= 1 + 2**-7
+    return run
+
+
+def not_remade() -> Run:
+    """Return a run of one existing object of an optimizer, which cannot be made twice."""
+    run = stepped(REPEATED_BFLOAT16)
+    for rank in run.ranks:
+        for name, values in rank.tensors.items():
+            rank.tensors[name] = values.bfloat16()
     return run
 
 
@@ -118,6 +127,13 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "",
             "bits after a load are not judged: steps from one loaded state differ, as with random "
             "numbers of its own",
+        ),
+        (
+            "15.14",
+            having(not_remade, "not_remade"),
+            "",
+            "states that are loaded into an optimizer that was made anew are not judged: the "
+            "target is one existing object, which cannot be made twice",
         ),
         (
             "15.24",

@@ -1,19 +1,26 @@
 """Tests of the backwards before the steps of optimizer wrappers, and of gradients of zeros."""
 
+import math
+
+import torch
+
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import PLAIN, UNUSED
 from conformance.scenarios.optimizer_backwards import (
     ACCUMULATED,
+    CHANGED_IN,
     DISCARDED,
-    SCALINGS,
+    IN_HALF,
     WAYS,
+    Changing,
     averages_first,
+    change_before,
     drop_before,
-    factor_of,
+    factors_of,
     is_left_out,
-    scaling_of,
     shares,
+    zero_rows,
 )
 from conformance.scenarios.resting_parameter import rests
 
@@ -32,22 +39,52 @@ def test_shares_of_a_gradient_add_up_to_it() -> None:
             assert all(any(of_backward) for of_backward in zip(*parts, strict=True))
             assert any(all(part) for part in parts)
             counts.append(count)
-        assert sorted(counts) == [1, 1, 1, 1, 2, 2, 3, 3]
+        assert sorted(counts) == [1] * 7 + [2] * 4 + [3] * 3
 
 
-def test_gradients_are_scaled_in_each_way_after_one_backward_and_after_several() -> None:
+def test_gradients_are_changed_in_each_way_after_one_backward_and_after_several() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(one, seed) for one in (ACCUMULATED, *IN_HALF)):
+            forms: dict[bool, list[tuple[Changing, str]]] = {False: [], True: []}
+            unchanged = []
+            for step in range(len(scenario.steps)):
+                several = len(shares(scenario, step, 0)) > 1
+                if change := change_before(scenario, step):
+                    forms[several].append((change.kind, change.way))
+                else:
+                    unchanged.append(several)
+            assert sorted(unchanged) == [False, True]
+            for changes in forms.values():
+                scaled = {way for kind, way in changes if kind is Changing.SCALED}
+                others = {kind: way for kind, way in changes if kind is not Changing.SCALED}
+                assert scaled == set(CHANGED_IN)
+                assert len(others) == len(Changing) - 1
+                assert set(others.values()) == set(CHANGED_IN)
+
+
+def test_factors_of_elements_are_those_of_the_change() -> None:
     for seed in SEEDS:
         scenario = drawn(ACCUMULATED, seed)
-        scaled = [s for s in range(len(scenario.steps)) if factor_of(scenario, s) != 1]
-        forms = sorted(
-            (len(shares(scenario, step, 0)) > 1, scaling_of(scenario, step)) for step in scaled
-        )
-        assert forms == sorted((several, way) for several in (False, True) for way in SCALINGS)
+        for step in range(len(scenario.steps)):
+            change = change_before(scenario, step)
+            kind = change.kind if change else Changing.SUM
+            for index, spec in enumerate(scenario.params):
+                factors = factors_of(scenario, step, index)
+                assert len(factors) == math.prod(spec.shape)
+                if kind is Changing.SUM:
+                    assert set(factors) == {1.0}
+                elif kind is Changing.ROWS and spec.shape:
+                    rows = zero_rows(scenario, step, index)
+                    whole = torch.tensor(factors).view(spec.shape)
+                    assert not whole[rows].any()
+                    assert whole.count_nonzero() == whole.numel() - whole[rows].numel() > 0
+                elif kind is Changing.SCALED:
+                    assert {change and change.factor} == set(factors) != {1.0}
 
 
 def test_other_scenarios_have_one_backward() -> None:
     assert shares(drawn(PLAIN, 3), 2, 1) == (1.0,)
-    assert {factor_of(drawn(DISCARDED, 3), step) for step in range(8)} == {1.0}
+    assert not any(change_before(drawn(DISCARDED, 3), step) for step in range(8))
     assert drop_before(drawn(ACCUMULATED, 3), 0) is None
 
 

@@ -1,5 +1,7 @@
 """Tests of parameters that rest, and of steps that are repeated, in scenarios for optimizers."""
 
+import math
+
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.optimizer_gradients import has_gradient, is_frozen
 from conformance.scenarios.optimizer_repeats import (
@@ -9,7 +11,7 @@ from conformance.scenarios.optimizer_repeats import (
     repeated,
     source_step,
 )
-from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, rests_of
+from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, rests_of, zeros_at
 from conformance.scenarios.optimizer_training import wrapped_class
 
 SEEDS = range(20)
@@ -30,15 +32,37 @@ def test_rests_are_long_and_short_with_and_without_frozen_parameters() -> None:
     for seed in SEEDS:
         scenario = drawn(RESTS, seed)
         for frozen in (False, True):
-            lengths = [len(rest.steps) for rest in rests_of(scenario) if rest.is_frozen is frozen]
+            plans = [rest for rest in rests_of(scenario) if rest.zeros is None]
+            lengths = [len(rest.steps) for rest in plans if rest.is_frozen is frozen]
             assert max(lengths) >= 260
             assert sum(0 < length < 260 for length in lengths) == 2
         for index in range(len(scenario.params)):
             for step in range(len(scenario.steps)):
                 rest = rests_of(scenario)[index]
                 assert is_frozen(scenario, step, index) == (rest.is_frozen and step in rest.steps)
-                rests = step in rest.steps
+                rests = step in rest.steps and rest.zeros is None
                 assert has_gradient(scenario, 2, 1, step, index) is not rests
+
+
+def test_gradients_are_zeros_for_long_and_in_turns_as_a_whole_and_in_rows() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
+            plans = [rest for rest in rests_of(scenario) if rest.zeros]
+            whole = [rest for rest in plans if rest.zeros == (0.0, 1.0)]
+            assert len(whole) == len(plans) - len(whole) == 2
+            for index, rest in enumerate(rests_of(scenario)):
+                numel = math.prod(scenario.params[index].shape)
+                counts = [len(zeros_at(scenario, step, index)) for step in sorted(rest.steps)]
+                assert not any(
+                    zeros_at(scenario, step, index)
+                    for step in set(range(len(scenario.steps))) - rest.steps
+                )
+                if rest in whole:
+                    assert set(counts) == {numel}
+                elif rest.zeros and len(scenario.params[index].shape):
+                    assert 0 < min(counts) == max(counts) < numel
+                elif not rest.zeros:
+                    assert not any(counts)
 
 
 def test_counts_of_steps_differ_and_the_class_is_drawn() -> None:
@@ -59,6 +83,7 @@ def test_repeated_steps_have_the_gradients_of_the_first_pass() -> None:
         assert len(first) == REPEATED_STEPS
         starts = (restored, *repeated(scenario).again)
         assert len(starts) == PASSES - 1
+        assert {repeated(scenario).emptied, repeated(scenario).remade} == set(starts[-2:])
         for start in starts:
             assert sources[start : start + REPEATED_STEPS] == first
         outside = [step for step, source in enumerate(sources) if source not in first]

@@ -20,29 +20,37 @@ Bounds. In most scenarios learning rates, momenta, weight decays and fed gradien
 two, zeros or few digits long, so that SGD and its averages are exact in every order of operations:
 the bound is 0, and a right wrapper gives the same bits, unless it averages gradients over 7 ranks
 (``EXACT_SIZES``). Otherwise the bound is that of ``local_optimizer``, twice for what a wrapper
-adds: the right result and the computed one are both rounded.
+adds: the right result and the computed one are both rounded. In half precision, whose bounds grow
+fast, steps without momentum after several backwards are judged from the recorded parameters before
+them, which are off by one rounding of a copy in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from conformance.judging.oracles.averager_records import group_at, same
 from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.oracles.mean import EXACT_SIZES
+from conformance.judging.oracles.optimizer_gradients import (
+    clipped,
+    construction,
+    fed_gradient,
+    gradient_error,
+    gradient_of_step,
+    takes_averager,
+    unchanged_gradient,
+)
 from conformance.judging.oracles.optimizer_options import Options, is_in_a_group
 from conformance.judging.oracles.optimizer_writes import write
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
-from conformance.scenarios.averager_training import special_source, turn
-from conformance.scenarios.averager_values import Source, values_of
+from conformance.scenarios.averager_training import turn
 from conformance.scenarios.optimizer import START
-from conformance.scenarios.optimizer_backwards import factor_of
-from conformance.scenarios.optimizer_gradients import first_kind, has_gradient
-from conformance.scenarios.optimizer_repeats import source_step
+from conformance.scenarios.optimizer_backwards import change_before, is_in_half
+from conformance.scenarios.optimizer_gradients import first_kind
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_exact,
@@ -100,16 +108,6 @@ def require_right(run: Run, found: Found, until: int | None = None) -> None:
         if until is None or step < until:
             for index in range(len(run.scenario.params)):
                 _require_parameter(run, found, right, rank, step, index)
-
-
-def construction(run: Run) -> dict[str, Any]:
-    """Return the record of how the subject was made: its options, and whether with an averager."""
-    return run.ranks[0].one("made")
-
-
-def takes_averager(run: Run) -> bool:
-    """Return whether the subject has taken an averager."""
-    return bool(construction(run)["averager"])
 
 
 def is_due(count: int, warmup: int, period: int) -> bool:
@@ -172,6 +170,9 @@ def _steps_of_group(
             continue
         if step in plan.writes:
             write(run, group, of_ranks.values(), plan.writes[step], step)
+        if step and is_in_half(run.scenario):
+            for rank, optimizer in of_ranks.items():
+                _begin_from_records(run, optimizer, rank, step)
         before = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
         for rank, optimizer in of_ranks.items():
             _step(run, optimizer, rank, step, options)
@@ -193,6 +194,14 @@ def _steps_of_group(
         if step == saved_after:
             saved = (count, {rank: o.saved() for rank, o in of_ranks.items()}, options.saved())
     return right
+
+
+def _begin_from_records(run: Run, optimizer: LocalOptimizer, rank: int, step: int) -> None:
+    """Let a step begin from the recorded parameters before it."""
+    for index, dtype in enumerate(optimizer.dtypes):
+        values = result(run, rank, step - 1, index)
+        optimizer.values[index] = values
+        optimizer.errors[index] = torch.finfo(dtype).eps * values.abs()
 
 
 def overflows(run: Run, rank: int, step: int) -> bool:
@@ -222,10 +231,10 @@ def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: Op
         return
     for index in range(len(optimizer.values)):
         chosen = options.of(index, step)
-        grad = _gradient(run, rank, step, index)
+        grad = gradient_of_step(run, rank, step, index)
         if chosen is not None and grad is not None:
-            error = _gradient_error(run, grad, rank, step, index)
-            optimizer.step(index, _clipped(run, grad, step), error, chosen)
+            error = gradient_error(run, grad, rank, step, index)
+            optimizer.step(index, clipped(run, grad, step), error, chosen)
 
 
 def _is_exact(run: Run, rank: int, step: int) -> bool:
@@ -233,27 +242,6 @@ def _is_exact(run: Run, rank: int, step: int) -> bool:
     size = len(group_at(run, rank, step))
     is_rounded = averages_gradients(run.scenario) and size not in EXACT_SIZES
     return is_exact(run.scenario) and not is_rounded
-
-
-def _gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return the bound of the error of a gradient that is a mean of random values, or of values
-    whose product with 1 / W is rounded.
-    """
-    scenario = run.scenario
-    group = group_at(run, rank, step)
-    kind = _kind_of(run, step, index)
-    is_random = kind == "normal" or len(group) not in EXACT_SIZES
-    if not is_random or not averages_gradients(scenario):
-        return torch.zeros_like(grad)
-    spec = scenario.params[index]
-    places = range(len(group))
-    # A value that is not finite has to be the same, whatever the bound.
-    parts = [
-        _fed_gradient(run, group, place, step, index).nan_to_num(0.0, 0.0, 0.0).abs()
-        for place in places
-    ]
-    eps = torch.finfo(getattr(torch, spec.dtype)).eps
-    return (len(group) + 2) * eps * torch.stack(parts).mean(0)
 
 
 def _average(run: Run, optimizers: list[LocalOptimizer], step: int) -> None:
@@ -309,7 +297,7 @@ def _cause(run: Run, right: Steps, rank: int, step: int, index: int, got: torch.
         if len(got) and torch.equal(got, value):
             return name
     ranks = right_step.averaged or (rank,)
-    if any(_gradient(run, other, step, index) is None for other in ranks):
+    if any(gradient_of_step(run, other, step, index) is None for other in ranks):
         return "it was stepped without a gradient"
     # With one element, or after an average, another order of elements cannot be recognised.
     if len(got) > 1 and not right_step.averaged:
@@ -361,7 +349,7 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     momentum = options.get("momentum", 0.0)
 
     def gradient(rank: int) -> torch.Tensor:
-        grad = _gradient(run, rank, step, index)
+        grad = gradient_of_step(run, rank, step, index)
         return torch.zeros(()) if grad is None else grad
 
     def step_with(right: OptimizerStep, rank: int, options: Mapping[str, float]) -> torch.Tensor:
@@ -383,6 +371,13 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     # The other mistakes are computed with one set of options for all parameters.
     if plan.groups:
         return mistakes
+    if change_before(run.scenario, step):
+
+        def step_unchanged(right: OptimizerStep, rank: int) -> torch.Tensor:
+            unchanged = unchanged_gradient(run, rank, step, index)
+            return right.stepped[index] + rate * (gradient(rank) - unchanged)
+
+        mistakes["it was stepped with the gradient from before p.grad was changed"] = step_unchanged
     mistakes["it was stepped twice"] = step_twice
     for earlier in (options["lr"], *plan.rates[:step]):
         if earlier is not None and earlier != rate:
@@ -391,78 +386,6 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     if momentum:
         mistakes["momentum is lost"] = partial(step_with, options={"lr": rate})
     return mistakes
-
-
-def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
-    """Return the gradient that a rank's optimizer steps a parameter with, or None if none."""
-    scenario = run.scenario
-    group = group_at(run, rank, step)
-    size = len(group)
-    spec = scenario.params[index]
-    kind = scenario.steps[step]
-    if scenario.uneven:
-        training = [other for other in group if scenario.has_input(other, run.world, step)]
-        values = [fed(kind, spec, size, other, step, index) for other in training]
-        return torch.stack(values).sum(0) / run.world
-    has_averager = takes_averager(run)
-    is_under_ddp = scenario.variant == "ddp"
-    if is_under_ddp and not (has_averager and step >= plan_of(scenario).warmup):
-        return torch.stack([fed(kind, spec, size, other, step, index) for other in group]).mean(0)
-    has_own = has_averager or is_under_ddp
-    averages = averages_gradients(scenario) and not has_averager
-    # Without an averager all ranks are given the same gradients: the union of the used ones.
-    places = (group.index(rank),) if has_own else range(size)
-    users = [place for place in places if _uses(run, place, step, index)]
-    if not users:
-        return None
-    if averages:
-        parts = [_fed_gradient(run, group, place, step, index) for place in users]
-        return torch.stack(parts).sum(0) / size * factor_of(scenario, step)
-    if has_own:
-        own = _fed_gradient(run, group, group.index(rank), step, index)
-        return own * factor_of(scenario, step)
-    source = group[special_source(scenario, step, 0, 1)]
-    step = source_step(scenario, step)
-    return fed(_kind_of(run, step, index), spec, size, source, step, index)
-
-
-def _clipped(run: Run, grad: torch.Tensor, step: int) -> torch.Tensor:
-    """Return a gradient as it is clipped after ``unscale_``, if it is."""
-    scaling = plan_of(run.scenario).scaling
-    if scaling is None or step not in scaling.unscaled or averages_gradients(run.scenario):
-        return grad
-    return grad.clamp(-scaling.clip, scaling.clip)
-
-
-def _uses(run: Run, place: int, step: int, index: int) -> bool:
-    """Return whether the rank in a place has a gradient for a parameter."""
-    return has_gradient(run.scenario, len(run.group(0)), place, step, index)
-
-
-def has_own_gradient(run: Run, rank: int, step: int, index: int) -> bool:
-    """Return whether a rank with gradients of its own has one for a parameter."""
-    return _uses(run, run.group(rank).index(rank), step, index)
-
-
-def _kind_of(run: Run, step: int, index: int) -> str:
-    """Return the kind of gradient of a parameter; only float16 has a limit."""
-    kind = run.scenario.steps[step]
-    is_half = run.scenario.params[index].dtype == "float16"
-    return "crafted" if kind == "limit" and not is_half else kind
-
-
-def _fed_gradient(
-    run: Run, group: tuple[int, ...], place: int, step: int, index: int
-) -> torch.Tensor:
-    """Return the gradient that the rank in a place is given, flat in float64."""
-    scenario = run.scenario
-    spec = scenario.params[index]
-    kind = _kind_of(run, step, index)
-    rank = group[special_source(scenario, step, place, len(group))]
-    step = source_step(scenario, step)
-    if kind == "limit":
-        return values_of(Source(kind, rank, step), spec, len(group), index).reshape(-1).double()
-    return fed(kind, spec, len(group), rank, step, index)
 
 
 def require_steps_with_some_gradient(run: Run, found: Found) -> None:
@@ -478,7 +401,7 @@ def require_steps_with_some_gradient(run: Run, found: Found) -> None:
                 before = _local_optimizer(run, rank, 0).values[index]
             else:
                 before = result(run, rank, step - 1, index)
-            grads = [_fed_gradient(run, group, place, step, index) for place in range(len(group))]
+            grads = [fed_gradient(run, group, place, step, index) for place in range(len(group))]
             got = result(run, rank, step, index)
             fits = torch.stack([same(got, before - rate * grad) for grad in grads]).any(0)
             mean = torch.stack(grads).mean(0)

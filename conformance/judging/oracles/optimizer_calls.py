@@ -3,13 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.judging.oracles.optimizer import (
-    construction,
-    has_own_gradient,
-    overflows,
-    require_right,
-    steps,
-)
+from conformance.judging.oracles.optimizer import overflows, require_right, steps
+from conformance.judging.oracles.optimizer_gradients import construction, has_own_gradient
 from conformance.judging.oracles.optimizer_options import Options
 from conformance.judging.verdict import Found
 from conformance.records.run import Run

@@ -10,18 +10,22 @@ from conformance.ranks.models.probe import Probe
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_backwards import (
+    ADDED,
     BY_MODEL,
     BY_NONE,
     BY_OPTIMIZER,
     DROPPED,
     IN_DATA,
     NEW_TENSOR,
+    Change,
+    Changing,
     Drop,
     averages_first,
+    change_before,
     drop_before,
-    factor_of,
-    scaling_of,
+    factors_of,
     shares,
+    zero_rows,
 )
 
 
@@ -32,6 +36,9 @@ class Training(Protocol):
     model: Probe
     params: list[torch.nn.Parameter]
     optimizer: Any
+
+    @property
+    def ranks_of_group(self) -> list[int]: ...
 
     def doing(self, activity: str) -> Any: ...
 
@@ -61,8 +68,8 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
     if averages_first(scenario, step) and _synchronizes(driver.optimizer):
         with driver.doing("synchronize"):
             driver.optimizer.synchronize()
-    if (factor := factor_of(scenario, step)) != 1:
-        _scale_gradients(driver, factor, scaling_of(scenario, step))
+    if change := change_before(scenario, step):
+        _change_gradients(driver, step, change)
 
 
 def without_average(driver: Training, step: int) -> Any:
@@ -80,17 +87,31 @@ def _offers(optimizer: Any, method: str) -> bool:
     return callable(getattr(optimizer, method, None))
 
 
-def _scale_gradients(driver: Training, factor: float, way: str) -> None:
-    """Multiply gradients by a factor that is the same on all ranks, as clipping does."""
-    for parameter in driver.params:
-        if parameter.grad is None:
+def _change_gradients(driver: Training, step: int, change: Change) -> None:
+    """Change gradients in the same way on all ranks, as clipping and masks do."""
+    for index, parameter in enumerate(driver.params):
+        grad = parameter.grad
+        if grad is None:
             continue
-        if way == NEW_TENSOR:
-            parameter.grad = parameter.grad * factor
-        elif way == IN_DATA:
-            parameter.grad.data.mul_(factor)
+        if change.way == IN_DATA:
+            grad = grad.data
+        elif change.way == NEW_TENSOR:
+            grad = grad.clone()
+        if change.kind is Changing.SUM:
+            first = driver.ranks_of_group[0]
+            kind = driver.scenario.steps[step]
+            grad.add_(driver.values(kind, ADDED + step, index, first))
+        elif change.kind is Changing.ROWS:
+            rows = zero_rows(driver.scenario, step, index)
+            if rows.stop:
+                grad[rows] = 0
+        elif change.kind is Changing.SCALED:
+            grad.mul_(change.factor)
         else:
-            parameter.grad.mul_(factor)
+            factors = factors_of(driver.scenario, step, index)
+            grad.mul_(torch.tensor(factors).view(grad.shape).to(grad))
+        if change.way == NEW_TENSOR:
+            parameter.grad = grad
 
 
 def _drop_gradients(driver: Training, step: int, drop: Drop) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,9 @@ import torch
 
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.scenarios.optimizer import AFTER_LOAD, Setting
+
+# Options that a consolidated state has to keep, beside the numbers of parameters.
+_KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
 
 
 def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, Any]:
@@ -103,6 +106,39 @@ def written_and_read(
         ],
         "rates": [float(group["lr"]) for group in groups],
     }
+
+
+def gradients_left(params: Sequence[torch.Tensor]) -> dict[str, list[int]]:
+    """Return the parameters with a gradient other than zeros, and those without a gradient."""
+    grads = [parameter.grad for parameter in params]
+    return {
+        "left": [i for i, g in enumerate(grads) if g is not None and bool(g.count_nonzero())],
+        "none": [i for i, g in enumerate(grads) if g is None],
+    }
+
+
+def read_consolidated(state: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a consolidated state by parameter, and a description of the others.
+
+    The description has the parameter groups; or ``form`` is false, and there is nothing else.
+    """
+    is_mapping = isinstance(state, Mapping)
+    by_index = state.get("state") if is_mapping else None
+    groups = state.get("param_groups") if is_mapping else None
+    if not isinstance(by_index, Mapping) or not isinstance(groups, list):
+        return {}, {"form": False}
+    tensors = {
+        f"state/{index}/{name}": value
+        for index, entries in by_index.items()
+        if isinstance(entries, Mapping)
+        for name, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    }
+    names = (*_KEPT_OPTIONS, "params")
+    options = [
+        {name: group.get(name) for name in names} for group in groups if isinstance(group, Mapping)
+    ]
+    return tensors, {"form": True, "groups": options}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Writes parameters between the steps of an optimizer wrapper, or replaces them in their groups."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,3 +65,12 @@ def renew(model: Probe, groups: Any, plan: Write, values: list[torch.Tensor]) ->
         model.tensors[index] = new
         model.register_parameter(f"p{index}", new)
     return True
+
+
+def write_options(group: dict[str, Any], written: Mapping[str, Any]) -> None:
+    """Write options to a parameter group; fill a learning rate in a tensor, as schedulers do."""
+    for name, value in written.items():
+        if name == "lr" and isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group[name] = value

@@ -263,15 +263,13 @@ class HookDriver(RankDriver):
         warm_up = WarmUp(
             self.scenario, self.rank, self.device, self.recorder, self.doing, self._scripted
         )
-        sent = []
         for step in range(steps):
             warm_up.train(self._models(), step)
             self._observer.forget_futures()
-            if self.scenario.observe.bytes_sent:
-                self.collectives.drain()
-                sent.append(sum(size for _, size in self.collectives.take_sent()))
-        if sent:
-            self.recorder.event("sent_before", bytes=sent)
+            if self.scenario.order != "free":
+                warm_up.count_sent(self.collectives)
+        if warm_up.sent:
+            self.recorder.event("sent_unrecorded", totals=warm_up.sent)
         self._observer.is_quiet = False
         self.collectives.resume()
 

@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,13 @@ from conformance.ranks.drivers._optimizer_backwards import run_backwards, withou
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
-from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
-from conformance.ranks.drivers._optimizer_writes import renew, write
+from conformance.ranks.drivers._optimizer_use import (
+    errors_as_optimizer,
+    gradients_left,
+    read_consolidated,
+    written_and_read,
+)
+from conformance.ranks.drivers._optimizer_writes import renew, write, write_options
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
@@ -29,6 +33,7 @@ from conformance.scenarios.optimizer import PLAIN, START, Setting, Write, recipi
 from conformance.scenarios.optimizer_gradients import first_kind, has_gradient, is_frozen
 from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
 from conformance.scenarios.optimizer_repeats import source_step
+from conformance.scenarios.optimizer_rests import zeros_at
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_closed,
@@ -36,9 +41,6 @@ from conformance.scenarios.optimizer_training import (
     raised_before,
     wrapped_class,
 )
-
-# Options that a consolidated state has to keep, beside the numbers of parameters.
-_KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
 
 # The attributes that two trainings of one rank have separately.
 _OF_TRAININGS = (
@@ -72,7 +74,7 @@ class OptimizerDriver(RankDriver):
         self._trainings = []
         for number in range(2 if scenario.variant == "two" else 1):
             self._set_up_training(number)
-            self._trainings.append({name: getattr(self, name) for name in _OF_TRAININGS})
+            self._trainings.append(self._training())
         if self._trainings[0]["optimizer"] is not self.optimizer:
             self.recorder.event("two")
         steps = list(enumerate(scenario.steps))
@@ -87,6 +89,14 @@ class OptimizerDriver(RankDriver):
             self.begin_step(len(scenario.steps), "none")
             errors = errors_as_optimizer(self.optimizer, self.averager)
             self.recorder.event("as_optimizer", **errors)
+
+    @property
+    def ranks_of_group(self) -> list[int]:
+        """The global ranks of the group that trains the model whose turn it is."""
+        return self._ranks
+
+    def _training(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OF_TRAININGS}
 
     def _set_up_training(self, number: int) -> None:
         """Make a model and its optimizer, and load their state if there is one.
@@ -232,7 +242,7 @@ class OptimizerDriver(RankDriver):
             for group in groups if rate is not None else ():
                 group["lr"] = rate
             for place, written in changes.items():
-                _write(groups[place], written)
+                write_options(groups[place], written)
         if self.setting.entries:
             with self.doing("param_groups"):
                 read = written_and_read(self.optimizer.param_groups, self.setting, number)
@@ -308,6 +318,8 @@ class OptimizerDriver(RankDriver):
             kind = "crafted"
         source = Source(kind, rank, source_step(self.scenario, number))
         values = values_of(source, spec, self.size, index).to(self.device)
+        if zeros := zeros_at(self.scenario, number, index):
+            values.view(-1)[zeros.start : zeros.stop] = 0
         return self._laid_out(index, values)
 
     def _skip_batch(self, name: str) -> None:
@@ -385,13 +397,7 @@ class OptimizerDriver(RankDriver):
         options = {"set_to_none": False} if keeps else {}
         with self.doing("zero_grad"):
             self.optimizer.zero_grad(**options)
-        grads = [parameter.grad for parameter in self.params]
-        self.recorder.event(
-            "zeroed",
-            keeps=keeps,
-            left=[i for i, g in enumerate(grads) if g is not None and bool(g.count_nonzero())],
-            none=[i for i, g in enumerate(grads) if g is None],
-        )
+        self.recorder.event("zeroed", keeps=keeps, **gradients_left(self.params))
 
     def _laid_out(self, index: int, values: torch.Tensor) -> torch.Tensor:
         return lay_out(values, self.scenario.params[index].layout)
@@ -445,10 +451,28 @@ class OptimizerDriver(RankDriver):
         """Restore an earlier step's parameters and state, and keep copies to restore again."""
         assert self._snapshot is not None
         values, state = self._snapshot
+        if number == self.setting.remade:
+            self._make_anew()
         self._fill(values)
-        if number in self.setting.again[-1:]:
+        if number == self.setting.emptied:
             self._load_state(copy.deepcopy(self._first_state))
         self._load_state(copy.deepcopy(state))
+
+    def _make_anew(self) -> None:
+        """Make the model and its optimizer anew, as in new processes."""
+        old = self._training()
+        self.model = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
+        self.params = self.model.tensors
+        if self.averager:
+            setting = self.setting
+            self.averager = Averager(self, self.params, setting.warmup, setting.period)
+        self.optimizer = self._construction.make(names_in_signature(self))
+        if self.optimizer is old["optimizer"]:
+            # The target is one existing object, with the parameters that it was made with.
+            for name, value in old.items():
+                setattr(self, name, value)
+            self.recorder.event("not_remade")
+        self._trainings[-1] = self._training()
 
     def _load_state(self, state: Any) -> None:
         with self.doing("load_state_dict"):
@@ -463,31 +487,7 @@ class OptimizerDriver(RankDriver):
 
     def _keep_consolidated(self, state: Any) -> None:
         """Record a consolidated state: its tensors by parameter, and its parameter groups."""
-        is_mapping = isinstance(state, Mapping)
-        by_index = state.get("state") if is_mapping else None
-        groups = state.get("param_groups") if is_mapping else None
-        if not isinstance(by_index, Mapping) or not isinstance(groups, list):
-            self.recorder.event("consolidated", form=False)
-            return
-        for index, entries in by_index.items():
-            if not isinstance(entries, Mapping):
-                continue
-            for name, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    self.keep(f"state/{index}/{name}", value)
-        names = (*_KEPT_OPTIONS, "params")
-        options = [
-            {name: group.get(name) for name in names}
-            for group in groups
-            if isinstance(group, Mapping)
-        ]
-        self.recorder.event("consolidated", form=True, groups=options)
-
-
-def _write(group: dict[str, Any], written: Mapping[str, Any]) -> None:
-    """Write options to a parameter group; fill a learning rate in a tensor, as schedulers do."""
-    for name, value in written.items():
-        if name == "lr" and isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(value)
-        else:
-            group[name] = value
+        tensors, described = read_consolidated(state)
+        for name, tensor in tensors.items():
+            self.keep(name, tensor)
+        self.recorder.event("consolidated", **described)

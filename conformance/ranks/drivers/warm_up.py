@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.models.ddp_model import DDPModel
 from conformance.ranks.models.probe import training_loss
 from conformance.records.recorder import Recorder
@@ -24,6 +25,9 @@ class WarmUp:
         recorder: receives an event now and then.
         doing: attributes errors to activities.
         scripted: returns the gradients of a step, by its number and kind.
+
+    Attributes:
+        sent: the bytes that each step has given to collectives, if they are counted.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class WarmUp:
         self._doing = doing
         self._scripted = scripted
         self._inputs: dict[int, list[torch.Tensor | None]] = {}
+        self.sent: list[int] = []
 
     def train(self, models: list[DDPModel], step: int) -> None:
         """Run a step of each model."""
@@ -49,6 +54,11 @@ class WarmUp:
             self._recorder.event("warms_up", unrecorded=step)
         for model in models:
             self._train_one(model, step)
+
+    def count_sent(self, collectives: CollectiveRecorder) -> None:
+        """Count the bytes of the step that was made last, whose collectives end here."""
+        collectives.drain()
+        self.sent.append(sum(size for _, size in collectives.take_sent()))
 
     def _train_one(self, model: DDPModel, step: int) -> None:
         case = model.case
