@@ -1,7 +1,7 @@
 """Gradients that a joinable clips by their norm.
 
 A joinable may clip mean gradients by their norm: then each gradient of the step is the right one
-times one factor c, which is below 1, and the same for all parameters and on all ranks. A wrong
+times one factor c, between 0 and 1, and the same for all parameters and on all ranks. A wrong
 divisor is such a factor, too: D / D', with a whole number D'. And a factor that some steps have and
 others have not may be that of joined ranks alone. So a factor is taken for that of clipping if
 steps in which all ranks train show it:
@@ -82,7 +82,7 @@ def common_factor(ranks: Sequence[Sequence[Gradient]], divisor: int) -> Factor |
     value = float((got * rights).sum() / square)
     errors = torch.cat([_error(gradient).reshape(-1) for gradient in ranks[0]])
     error_of_value = float(errors.norm() / rights.norm())
-    if not 0 <= value < 1 - error_of_value:
+    if not error_of_value < value < 1 - error_of_value:
         return None
     for gradients in ranks:
         for gradient in gradients:
@@ -90,8 +90,8 @@ def common_factor(ranks: Sequence[Sequence[Gradient]], divisor: int) -> Factor |
             error = (given.double() - value * right).abs()
             if not bool((error <= _error(gradient) + error_of_value * right.abs()).all()):
                 return None
-    other = divisor / max(value, 1 / (2 * LARGEST_DIVISOR))
-    is_whole = abs(other - round(other)) <= 2 * other * error_of_value / max(value, 1e-9)
+    other = divisor / value
+    is_whole = abs(other - round(other)) <= 2 * other * error_of_value / value
     return Factor(value, is_whole and round(other) <= LARGEST_DIVISOR)
 
 

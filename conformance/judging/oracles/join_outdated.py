@@ -49,30 +49,38 @@ def require_nothing_outdated(run: Run, found: Found) -> None:
         )
         if not names:
             continue
+        late = [members[uneven.late] for members in (plain, again, outdated)]
+        numbers = set(names) & _numbers_at_end(late[0]).keys()
         states = [
-            _state_at_end(members[uneven.late], names) for members in (plain, again, outdated)
+            state_of(member, "leaving")
+            | {name: _numbers_at_end(member).get(name, "none") for name in numbers}
+            for member in late
         ]
-        _require_same_state(states, names, early, outdated[uneven.late], found)
+        _require_same_state(states, names, numbers, early, late[-1], found)
     if not found.checks:
         found.does_not_apply(NOTHING_OUTDATED)
 
 
-def _state_at_end(member: Member, names: list[str]) -> dict[str, str]:
-    """Return the state at the end of a body, and those of some numbers that it has."""
-    numbers = member.rank.one("held", step=member.context, when="leaving")["floats"]
-    return state_of(member, "leaving") | {
-        name: number for name, number in numbers.items() if name in names
-    }
+def _numbers_at_end(member: Member) -> dict[str, str]:
+    """Return the numbers that a rank has at the end of a body."""
+    numbers: dict[str, str] = member.rank.one("held", step=member.context, when="leaving")["floats"]
+    return numbers
 
 
 def _require_same_state(
-    states: list[dict[str, str]], names: list[str], early: list[Member], late: Member, found: Found
+    states: list[dict[str, str]],
+    names: list[str],
+    numbers: set[str],
+    early: list[Member],
+    late: Member,
+    found: Found,
 ) -> None:
     """Require the same state as without the values that are out of date.
 
     Args:
         states: of the rank that trains: twice without such values, and with them.
         names: of these values.
+        numbers: the names of those that are numbers.
         early: the ranks that have joined.
         late: the rank that trains.
         found: receives the findings.
@@ -80,8 +88,15 @@ def _require_same_state(
     right, repeated, got = states
     compared = [name for name, value in right.items() if repeated.get(name) == value]
     other = [name for name in compared if got.get(name) != right[name]]
-    # Values that the ranks have in common come first: one of them may be sent as it is.
-    names.sort(key=lambda name: (name.split(" (")[0] not in other, name.startswith("gradient")))
+    # Elements and numbers, of which there are few, come first. Then come values that the ranks have
+    # in common: one of them may be sent as it is.
+    names.sort(
+        key=lambda name: (
+            name.startswith("gradient"),
+            name not in numbers and not name.endswith("elements)"),
+            name not in other,
+        )
+    )
     found.checked(len(compared) - len(other))
     ranks = " and ".join(f"rank {member.rank.rank}" for member in early)
     for name in other:
