@@ -92,6 +92,10 @@ class Signals:
     def set(self, key: str, value: str) -> None:
         self._client().set(key, value)
 
+    def get(self, key: str) -> bytes:
+        value: bytes = self._client().get(key)
+        return value
+
     def check(self, keys: list[str]) -> bool:
         return bool(self._client().check(keys))
 

@@ -1,11 +1,12 @@
-"""Section 17: joinables that train the same steps in one context and in two."""
+"""Section 17: joinables that train the same steps in one context and in several."""
 
 from conformance.judging.oracles.join import NOT_A_JOINABLE, is_context
-from conformance.judging.oracles.join_parts import require_nothing_outdated, require_same_in_parts
+from conformance.judging.oracles.join_outdated import require_nothing_outdated
+from conformance.judging.oracles.join_parts import require_same_in_parts
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.joins_in_parts import IN_PARTS
+from conformance.scenarios.joins_in_parts import IN_PARTS, TWO_JOINED
 from conformance.subjects.claims import Claims
 
 TUTORIAL = (
@@ -16,8 +17,8 @@ TUTORIAL = (
 @rule(
     "17.37",
     "Ranks that train use nothing that is out of date",
-    on=(IN_PARTS,),
-    owns=(IN_PARTS,),
+    on=(IN_PARTS, TWO_JOINED),
+    owns=(IN_PARTS, TWO_JOINED),
     needs=("17.7", "17.18", "17.20"),
     since="2.0",
     source="torch.nn.parallel.DistributedDataParallel under Join, whose buffers come from a rank "
@@ -31,12 +32,13 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     as they are: the ranks that train do not depend on them.
 
     A context with uneven inputs is run again, with a new joinable, in which such values on the
-    joined rank go back by one step after its first shadow: gradients, and tensors of floating-point
+    joined rank go back by one step after its first shadow: gradients, tensors of floating-point
     numbers that ranks hold alike after even inputs, such as parameters, buffers, the state of an
-    optimizer, or the last mean. The parameters, buffers, state_dict() and the state of an optimizer
-    on the rank that trains are then the same at the end of its body, to the bit. Each of two ranks
-    joins early. Shadows that keep a value up to date change it, and it is left alone. So is a
-    tensor that each rank has for itself, such as a sum of its own inputs.
+    optimizer, or the last mean, elements of such tensors, and numbers in floating point among its
+    attributes. The parameters, buffers, state_dict() and the state of an optimizer on the rank that
+    trains are then the same at the end of its body, to the bit. Each of two ranks joins early, and
+    on three ranks any two. Shadows that keep a value up to date change it, and it is left alone. So
+    is a tensor that each rank has for itself, such as a sum of its own inputs.
     """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)
@@ -53,17 +55,21 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TUTORIAL}: one context per epoch; the same as 17.1: even inputs train as without "
     "the context",
     remedy="an update that is made in the next step, and dropped as the context ends; momentum "
-    "that join_hook() or post_hook() clears; a schedule that writes to groups which "
-    "load_state_dict() has replaced",
+    "that join_hook() or post_hook() clears, or join_hook() after an exception; a schedule that "
+    "writes to groups which load_state_dict() has replaced; an optimizer of a model that a join "
+    "has replaced",
 )
 def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
     """The parameters that a joinable trains are the same after each step, to the bit, whether a
-    context with even inputs has ended between two steps or not. Hyperparameters of an optimizer
-    that change in each step of one context go on changing after a join, also of uneven inputs.
+    context with even inputs has ended between two steps or not, or an exception has ended one, or
+    one was disabled. Hyperparameters of an optimizer that change in one context go on changing
+    after a join, also of uneven inputs, and the optimizer goes on to have the parameters that get
+    gradients.
 
-    The number of steps, and the one at which the context ends, are drawn. Inputs, a loss and rates
-    may follow the number of contexts, and a join may compute a state, such as a mean of models, or
-    hand out values in which ranks differ: such a joinable is not judged by its parameters.
+    The number of steps, and those at which contexts end, are drawn. A schedule is read in 100 to
+    140 steps after two joins. Inputs, a loss and rates may follow the number of contexts, and a
+    join may compute a state, such as a mean of models, or hand out values in which ranks differ:
+    such a joinable is not judged by its parameters.
     """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)

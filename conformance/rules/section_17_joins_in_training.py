@@ -17,6 +17,8 @@ from conformance.judging.oracles.join import (
     require_steps,
 )
 from conformance.judging.oracles.join_buffers import require_buffers
+from conformance.judging.oracles.join_clipping import Clipping
+from conformance.judging.oracles.join_counts import require_same_counts
 from conformance.judging.oracles.join_numbers import (
     require_gradients_of_trainers,
     require_last_state,
@@ -30,6 +32,7 @@ from conformance.scenarios.interrupts import INTERRUPTS
 from conformance.scenarios.join_draws import breaks_off, divides_by_all
 from conformance.scenarios.joinable import CROWD
 from conformance.scenarios.joins_in_training import (
+    COUNTS,
     EPOCHS,
     HOOKS_RAISE,
     LONG,
@@ -61,7 +64,8 @@ NOTHING_TO_JUDGE = (
     source=f"{TUTORIAL}; DistributedDataParallel.join, divide_by_initial_world_size; "
     "pytorch #42577, #44798",
     remedy="the main hook adds zeros, and never the rank's last gradient; the divisor is the "
-    "number of all ranks, or of the training ranks with divide_by_initial_world_size=False",
+    "number of all ranks, or of the training ranks with divide_by_initial_world_size=False; a step "
+    "that clips gradients does so by one factor for all parameters, without joined ranks as well",
 )
 def gradients(run: Run, claims: Claims, found: Found) -> None:
     """A gradient of a joinable is the mean or the sum over the ranks that still have inputs, and a
@@ -71,7 +75,9 @@ def gradients(run: Run, claims: Claims, found: Found) -> None:
     The numbers of inputs are drawn, and some ranks have none. Even inputs show whether gradients
     are means or sums; the rule does not apply if they are neither, or if the joinable leaves none.
     A joinable whose join_hook does not name that argument has one of the two divisors throughout.
-    The bound is (W + m + 2) eps times the mean of magnitudes, for m backwards in a step.
+    Gradients may be clipped by their norm: by one factor below 1 for all parameters and on all
+    ranks, if steps in which all ranks train have several such factors, too. The bound is
+    (W + m + 2) eps times the mean of magnitudes, for m backwards in a step.
     """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)
@@ -82,19 +88,26 @@ def gradients(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "17.19",
     "All ranks hold the same model after the join",
-    on=(NUMBERS,),
+    on=(NUMBERS, COUNTS),
+    owns=(COUNTS,),
     needs=("17.3",),
     source=f"{GENERIC}, JoinHook.post_hook: DDP's synchronises the final model across processes",
     remedy="a post_hook that hands out the parameters, the buffers and the optimizer's state, on "
-    "every rank",
+    "every rank, and each of them in its own dtype",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """Parameters, buffers, state_dict() and an optimizer's state are the same on all ranks after
-    uneven inputs, to the bit, as far as they are after even inputs."""
+    uneven inputs, to the bit, as far as they are after even inputs.
+
+    Integers that count up in each step are raised by a drawn number between 2**28 and 2**30 in
+    further contexts, as after days of training: float32 has not all integers beyond 2**24.
+    """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)
-        return
-    require_replicas(run, found)
+    elif run.scenario.variant == COUNTS.variant:
+        require_same_counts(run, found)
+    else:
+        require_replicas(run, found)
 
 
 @rule(
@@ -246,6 +259,7 @@ def many(run: Run, claims: Claims, found: Found) -> None:
     divide_by_initial_world_size=False in about one context of four, and True in another one; a
     context without the argument divides by all ranks, whatever the one before it was given.
     """
+    clipping = Clipping()
     for part in parts(run, 10):
         if is_context(run):
             for member in members(part):
@@ -256,7 +270,8 @@ def many(run: Run, claims: Claims, found: Found) -> None:
                 require_steps(part, member, found)
                 require_post_hooks(part, member, found)
         else:
-            require_numbers(part, found)
+            require_numbers(part, found, clipping=clipping)
+    clipping.settle(found)
     if not found.checks:
         found.does_not_apply(NOTHING_TO_JUDGE)
 

@@ -27,6 +27,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     drawn for the scenario.
 
     - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs.
+    - ``counts``: 2 to 4 on all ranks, twice; then two rows of uneven inputs.
     - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
       1,001 to 1,400 on one rank. A probe names the number, for one rank and then for another.
     - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
@@ -43,12 +44,15 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     Ranks take turns, beginning with a drawn one.
     """
     if scenario.variant == "in_parts":
-        return [context.inputs for context in part_contexts(scenario)]
+        return [context.inputs for context in part_contexts(scenario, size)]
     numbers = _generator(scenario, "lengths")
     first = numbers.randrange(size)
     if scenario.variant == "numbers":
         even = (numbers.randint(2, 4),) * size
         return [even, *(_uneven(numbers, size, first + row) for row in range(4))]
+    if scenario.variant == "counts":
+        even = (numbers.randint(2, 4),) * size
+        return [even, even, *(_uneven(numbers, size, first + row) for row in range(2))]
     if scenario.variant == "long":
         counts = [numbers.randint(100, 300), numbers.randint(100, 300), numbers.randint(1001, 1400)]
         if scenario.is_probe:

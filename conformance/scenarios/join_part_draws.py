@@ -1,11 +1,13 @@
-"""The contexts of a joinable that trains the same steps in one context and in two.
+"""The contexts of a joinable that trains the same steps in one context and in several.
 
-The seed and the scenario's name alone decide them. See ``joins_in_parts.py`` for the scenario.
+The seed and the scenario's name alone decide them. See ``joins_in_parts.py`` for the scenarios.
 """
 
+import random
 from dataclasses import dataclass
 from functools import lru_cache
 
+from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
@@ -21,20 +23,34 @@ WHOLE_AGAIN = 2
 FIRST_PART = 3
 SECOND_PART = 4
 
+# The same steps in contexts of one joinable, two of which are broken off or disabled.
+INTERRUPTED = (5, 6, 7, 8)
+
+# A schedule in one context, and after two joins.
+SCHEDULE = 9
+AFTER_UNEVEN = 10
+AFTER_EVEN = 11
+SCHEDULE_AFTER_JOINS = 12
+
+_FIRST_UNEVEN = 13
+_STEPS = (9, 11)
+_SHADOWS = 4  # at least; elements that chance leaves as they are do not stay so in all of them
+_STEPS_OF_SCHEDULE = (100, 140)
+
 
 @dataclass(frozen=True)
 class Uneven:
-    """The numbers of contexts in which one rank runs out of inputs before the other.
+    """The numbers of contexts in which all ranks but one run out of inputs.
 
     Attributes:
-        early: the group rank with fewer inputs.
+        late: the group rank with the most inputs.
         plain: the first context.
         rest: the context after it, with even inputs; the same joinable.
         again: the first one again, with a new joinable.
-        outdated: again, and values of the early rank go back by a step while it shadows.
+        outdated: again, and values of the other ranks go back by a step while they shadow.
     """
 
-    early: int
+    late: int
     plain: int
     rest: int
     again: int
@@ -49,45 +65,101 @@ class PartContext:
         inputs: of each rank of the group.
         begin: the number of its first step.
         is_new: it has a new joinable.
+        ending: the way in which it ends.
+        is_schedule: the hyperparameters alone are on record.
     """
 
-    inputs: tuple[int, int]
+    inputs: tuple[int, ...]
     begin: int = 0
     is_new: bool = True
+    ending: str = ENDS
+    is_schedule: bool = False
 
 
 @lru_cache(maxsize=64)
-def part_contexts(scenario: Scenario) -> tuple[PartContext, ...]:
+def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
     """Return the contexts.
 
-    There are 7 to 9 steps, N, and the first of two contexts has 2 to N - 3. A rank that runs out
-    has 2 or 3 inputs, and shadows two steps or more.
+    There are 9 to 11 steps, N, and the first of two contexts has 2 to N - 3. In a row of four the
+    first one has 2 or 3; an exception ends the second or the third of them, after 0 to 2 steps, and
+    the other one is disabled, with none. A rank that runs out has 2 or 3 inputs, and shadows four
+    steps or more.
+
+    The schedule is read in 100 to 140 steps, M, after a context with uneven inputs and one with
+    even ones, which have T steps; and in M + T steps of one context.
+
+    A scenario that brings its own number of ranks has the contexts with uneven inputs alone, after
+    two with even ones.
+
+    Args:
+        scenario: the scenario.
+        size: the number of ranks.
     """
     draw = generator(scenario, "parts")
-    steps = draw.randint(7, 9)
-    first = draw.randint(2, steps - 3)
-    contexts = [
-        PartContext((_STEPS_OF_TRIAL, _STEPS_OF_TRIAL)),
-        PartContext((steps, steps)),
-        PartContext((steps, steps)),
-        PartContext((first, first)),
-        PartContext((steps - first, steps - first), first, is_new=False),
-    ]
-    for one in uneven_contexts(scenario):
-        fewer = draw.randint(2, 3)
-        most = draw.randint(fewer + 2, steps - 2)
-        inputs = (fewer, most) if one.early == 0 else (most, fewer)
-        rest = (steps - most, steps - most)
+    steps = draw.randint(*_STEPS)
+    contexts = [PartContext((_STEPS_OF_TRIAL,) * size), PartContext((steps,) * size)]
+    if not scenario.size:
+        first = draw.randint(2, steps - 3)
+        contexts += [
+            PartContext((steps,) * size),
+            PartContext((first,) * size),
+            PartContext((steps - first,) * size, first, is_new=False),
+            *_interrupted(draw, size, steps),
+            *_schedule(draw, size),
+        ]
+    for one in uneven_contexts(scenario, size):
+        inputs = _inputs(draw, size, one.late, steps)
+        most = max(inputs)
+        rest = (steps - most,) * size
         contexts.append(PartContext(inputs))
         contexts.append(PartContext(rest, most, is_new=False))
         contexts += [PartContext(inputs)] * 2
     return tuple(contexts)
 
 
-def uneven_contexts(scenario: Scenario) -> tuple[Uneven, ...]:
-    """Return the contexts in which each rank joins early, in a drawn order of ranks."""
-    ranks = generator(scenario, "early").sample((0, 1), 2)
+@lru_cache(maxsize=64)
+def uneven_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
+    """Return the contexts in which each rank trains longest, in a drawn order of ranks."""
+    begin = WHOLE + 1 if scenario.size else _FIRST_UNEVEN
+    ranks = generator(scenario, "late").sample(range(size), size)
     return tuple(
-        Uneven(early, *range(begin, begin + 4))
-        for early, begin in zip(ranks, (SECOND_PART + 1, SECOND_PART + 5), strict=True)
+        Uneven(late, *range(begin + 4 * place, begin + 4 * place + 4))
+        for place, late in enumerate(ranks)
     )
+
+
+def _inputs(draw: random.Random, size: int, late: int, steps: int) -> tuple[int, ...]:
+    """Return inputs of which one rank has the most."""
+    fewer = [draw.randint(2, 3) for _ in range(size - 1)]
+    most = draw.randint(max(fewer) + _SHADOWS, steps - 2)
+    return tuple(most if rank == late else fewer.pop() for rank in range(size))
+
+
+def _interrupted(draw: random.Random, size: int, steps: int) -> list[PartContext]:
+    """Return a row of contexts with N steps in all."""
+    contexts = []
+    begin = 0
+    endings = [ENDS, *draw.sample((RAISES, DISABLED), 2)]
+    for ending in endings:
+        count = {ENDS: draw.randint(2, 3), RAISES: draw.randint(0, 2), DISABLED: 0}[ending]
+        contexts.append(PartContext((count,) * size, begin, is_new=begin == 0, ending=ending))
+        begin += count
+    rest = steps - begin
+    return [*contexts, PartContext((rest,) * size, begin, is_new=False)]
+
+
+def _schedule(draw: random.Random, size: int) -> list[PartContext]:
+    """Return a context, and three of another joinable, with as many steps."""
+    fewer = draw.randint(1, 2)
+    most = fewer + draw.randint(1, 2)
+    late = draw.randrange(size)
+    uneven = tuple(most if rank == late else fewer for rank in range(size))
+    even = draw.randint(1, 2)
+    begin = most + even
+    count = draw.randint(*_STEPS_OF_SCHEDULE)
+    return [
+        PartContext((begin + count,) * size, is_schedule=True),
+        PartContext(uneven, is_schedule=True),
+        PartContext((even,) * size, most, is_new=False, is_schedule=True),
+        PartContext((count,) * size, begin, is_new=False, is_schedule=True),
+    ]

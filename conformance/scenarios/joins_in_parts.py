@@ -1,4 +1,4 @@
-"""A scenario for a joinable that trains the same steps in one context and in two.
+"""Scenarios for a joinable that trains the same steps in one context and in several.
 
 The contexts are drawn (``join_part_draws.py``).
 """
@@ -10,10 +10,21 @@ from conformance.scenarios.joinable import PLAIN
 IN_PARTS = replace(
     PLAIN,
     name="joinable_in_parts",
-    summary="the same steps in one context and in two, and uneven inputs of each rank, once with "
-    "values on the rank that has joined that are out of date; the numbers are drawn",
+    summary="the same steps in one context and in several, one of which is broken off, and one "
+    "disabled; a hundred steps after two joins; uneven inputs of each rank, once with values on "
+    "the rank that has joined that are out of date; the numbers are drawn",
     variant="in_parts",
     world_sizes=(2,),
+    deadline=30.0,
 )
 
-ALL = (IN_PARTS,)
+TWO_JOINED = replace(
+    IN_PARTS,
+    name="joinable_two_joined",
+    summary="uneven inputs of three ranks, each of which trains longest in turn, once with values "
+    "on the two others that are out of date; the numbers are drawn",
+    world_sizes=(),
+    size=3,
+)
+
+ALL = (IN_PARTS, TWO_JOINED)

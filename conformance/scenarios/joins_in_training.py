@@ -18,6 +18,18 @@ NUMBERS = replace(
     world_sizes=(2, 3),
 )
 
+COUNTS = replace(
+    PLAIN,
+    name="joinable_counts",
+    summary="a joinable whose integers that count steps or inputs are those after days of "
+    "training; uneven inputs, and all numbers, are drawn",
+    variant="counts",
+    world_sizes=(2,),
+)
+
+# Beyond 2**28, float32 has one integer of 32 or more.
+LARGE_COUNTS = (2**28, 2**30)
+
 LONG = replace(
     PLAIN,
     name="joinable_long",
@@ -77,4 +89,4 @@ def draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {MANY.name: draw_many}
 
-ALL = (NUMBERS, LONG, INTERRUPTS, HOOKS_RAISE, EPOCHS, MANY)
+ALL = (NUMBERS, COUNTS, LONG, INTERRUPTS, HOOKS_RAISE, EPOCHS, MANY)

@@ -64,6 +64,7 @@ _MODULES = (
     "strategies_in_passes",
     "joins",
     "joins_in_parts",
+    "joins_of_trainers",
     "quantized_collectives",
     "summing_collectives",
     "wrappers",

@@ -17,7 +17,7 @@ and the division, and one more if each rank multiplies by a rounded reciprocal; 
 computes its gradient in m backwards. Each rounding is at most eps / 2 of a partial sum, and these
 are at most sum |x_q| / D. So the error of an element is below (W + m + 2) eps sum |x_q| / D, where
 half of it covers products of roundings. An underflow adds less than one smallest subnormal for each
-rounding.
+rounding. ``join_clipping.py`` has gradients that are clipped.
 
 State. The driver records digests of all tensors of the state at the end of the body, and after the
 join. The first context shows here too the replicated tensors: those that are the same on all
@@ -40,6 +40,12 @@ from itertools import pairwise
 import torch
 
 from conformance.judging.oracles.join import Member, members
+from conformance.judging.oracles.join_clipping import (
+    Clipping,
+    Factor,
+    Gradient,
+    common_factor,
+)
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.join_draws import divides_by_all
@@ -57,7 +63,11 @@ Place = tuple[Member, int, int]
 
 
 def require_gradients_of_trainers(
-    run: Run, found: Found, presumed: bool = False, even_contexts: tuple[int, ...] = (0,)
+    run: Run,
+    found: Found,
+    presumed: bool = False,
+    even_contexts: tuple[int, ...] = (0,),
+    clipping: Clipping | None = None,
 ) -> None:
     """Require gradients that hold nothing of ranks that have joined, with the right divisor.
 
@@ -67,9 +77,11 @@ def require_gradients_of_trainers(
         presumed: at smaller sizes the gradients are means or sums: here they have to be, too.
         even_contexts: have even inputs, on different groups; gradients that are means or sums in
             one of them have to be so in all contexts.
+        clipping: receives steps with clipped gradients, if there are other parts of the run.
     """
     if not have_shapes(run, found):
         return
+    of_run = Clipping() if clipping is None else clipping
     places = {member.context: places_of(run, _of(run, member.context)) for member in members(run)}
     if not places[0]:
         found.does_not_apply(NO_GRADIENTS)
@@ -82,10 +94,10 @@ def require_gradients_of_trainers(
             found.require(False, "finite values", f"{place}: a value that is not finite")
             return
     even = [way for context in even_contexts for way in ways(run, places[context])]
-    if not even:
-        if not presumed:
-            found.does_not_apply(OTHER_GRADIENTS)
-            return
+    if not even and not presumed:
+        found.does_not_apply(OTHER_GRADIENTS)
+        return
+    if not even and not _are_clipped(run, places[0], of_run):
         member, at, index = places[0][0]
         found.require(
             False,
@@ -97,9 +109,20 @@ def require_gradients_of_trainers(
     own: set[bool] = set()
     # One even context alone shows the meaning, and needs no judgement.
     begin = 0 if len(even_contexts) > 1 else 1
+    is_mean = even[0] if even else True
     for context in sorted(places)[begin:]:
-        for fed in places[context]:
-            _require_gradient(run, fed, found, even[0], own)
+        for fed_together in _by_step(places[context]):
+            trial = Found()
+            for fed in fed_together:
+                _require_gradient(run, fed, trial, is_mean, own)
+            found.checked(trial.checks)
+            factor = _factor(run, fed_together, is_mean, own) if trial.failures else None
+            if factor is None:
+                found.failures += trial.failures
+            else:
+                of_run.note(factor, trial.failures, _all_train(fed_together[0]))
+    if clipping is None:
+        of_run.settle(found)
 
 
 def have_shapes(run: Run, found: Found) -> bool:
@@ -142,7 +165,9 @@ def ways(run: Run, places: list[Place]) -> list[bool]:
     ]
 
 
-def require_replicas(run: Run, found: Found) -> None:
+def require_replicas(
+    run: Run, found: Found, cause: str = "ranks that joined early keep values of their own"
+) -> None:
     """Require the same state on all ranks after uneven inputs."""
     names = _replicated(run)
     if not names:
@@ -157,7 +182,7 @@ def require_replicas(run: Run, found: Found) -> None:
                 not differing,
                 f"the same {name} on all ranks",
                 f"{first}: {name} differs on ranks {differing}",
-                "ranks that joined early keep values of their own",
+                cause,
             )
 
 
@@ -222,11 +247,18 @@ def require_even_bodies(run: Run, found: Found) -> None:
             )
 
 
-def require_numbers(run: Run, found: Found, even_contexts: tuple[int, ...] = (0,)) -> None:
+def require_numbers(
+    run: Run,
+    found: Found,
+    even_contexts: tuple[int, ...] = (0,),
+    clipping: Clipping | None = None,
+) -> None:
     """Require gradients, replicas, the last state and that of even bodies, as far as each of them
     applies.
     """
-    require_gradients = partial(require_gradients_of_trainers, even_contexts=even_contexts)
+    require_gradients = partial(
+        require_gradients_of_trainers, even_contexts=even_contexts, clipping=clipping
+    )
     requirements = (require_gradients, require_replicas, require_last_state, require_even_bodies)
     for require in requirements:
         trial = Found()
@@ -325,12 +357,7 @@ def _require_gradient(run: Run, place: Place, found: Found, is_mean: bool, own: 
     member, at, index = place
     training = len(member.training(at))
     size = len(member.group)
-    by_all = divides_by_all(run.scenario, member.context)
-    allowed = {by_all: size if by_all else training}
-    if not is_mean:
-        allowed = {True: 1}
-    elif not _knows_divisor(member):
-        allowed = {way: size if way else training for way in own or (True, False)}
+    allowed = _divisors(run, place, is_mean, own)
     fitting = {way for way, divisor in allowed.items() if fits(run, place, divisor)}
     if len(fitting) == 1 and training < size:
         own |= fitting
@@ -341,6 +368,60 @@ def _require_gradient(run: Run, place: Place, found: Found, is_mean: bool, own: 
         f"{member}, step {at}, parameter {index}: another gradient",
         _cause(run, place),
     )
+
+
+def _divisors(run: Run, place: Place, is_mean: bool, own: set[bool]) -> dict[bool, int]:
+    """Return the divisors that are right, by whether they are the number of all ranks."""
+    member, at, _ = place
+    training = len(member.training(at))
+    size = len(member.group)
+    by_all = divides_by_all(run.scenario, member.context)
+    if not is_mean:
+        return {True: 1}
+    if not _knows_divisor(member):
+        return {way: size if way else training for way in own or (True, False)}
+    return {by_all: size if by_all else training}
+
+
+def _by_step(places: list[Place]) -> list[list[Place]]:
+    """Return the places of each step of a context."""
+    steps: dict[int, list[Place]] = {}
+    for place in places:
+        steps.setdefault(place[1], []).append(place)
+    return list(steps.values())
+
+
+def _all_train(place: Place) -> bool:
+    member, at, _ = place
+    return len(member.training(at)) == len(member.group)
+
+
+def _factor(run: Run, places: list[Place], is_mean: bool, own: set[bool]) -> Factor | None:
+    """Return the factor below 1 by which all gradients of a step have been clipped, if any."""
+    for divisor in sorted(set(_divisors(run, places[0], is_mean, own).values())):
+        ranks: dict[int, list[Gradient]] = {}
+        for place in places:
+            got = _grad(*place)
+            assert got is not None
+            _, total, magnitude = _local_sum(run, *place)
+            bound = _bound(run, place, magnitude, divisor)
+            ranks.setdefault(place[0].rank.rank, []).append((got, total / divisor, bound))
+        factor = common_factor(list(ranks.values()), divisor)
+        if factor is not None:
+            return factor
+    return None
+
+
+def _are_clipped(run: Run, places: list[Place], clipping: Clipping) -> bool:
+    """Whether the gradients of an even context are means, and some of them are clipped."""
+    for step in _by_step(places):
+        if all(fits(run, place, len(place[0].group)) for place in step):
+            continue
+        factor = _factor(run, step, True, {True})
+        if factor is None:
+            return False
+        clipping.note(factor, [], all_train=True)
+    return clipping.is_shown
 
 
 def _cause(run: Run, place: Place) -> str:

@@ -83,15 +83,15 @@ class Contexts:
         then: Callable[[], object] = lambda: None,
         raised: Any = None,
         **options: Any,
-    ) -> None:
-        """Train in a context, and record whether an exception leaves it.
+    ) -> bool:
+        """Train in a context; record, and return, whether an exception leaves it.
 
         Args:
             then: called in the context when the steps are over.
             raised: the exception that ``then`` or a hook raises, which may be an interrupt.
         """
         with self._inside(joinables):
-            self._train_to_its_error(joinables, inputs, steps, options, then, raised)
+            return self._train_to_its_error(joinables, inputs, steps, options, then, raised)
 
     def break_off(
         self,
@@ -169,7 +169,7 @@ class Contexts:
         options: dict[str, Any],
         then: Callable[[], object],
         raised: Any,
-    ) -> None:
+    ) -> bool:
         try:
             self._train(joinables, inputs, steps, options, then)
         except BaseException as error:
@@ -177,8 +177,9 @@ class Contexts:
                 raise
             text = f"{type(error).__name__}: {error}"[:300]
             self.note("came_out", error=text, same=error is raised)
-        else:
-            self.note("came_out", error="", same=False)
+            return True
+        self.note("came_out", error="", same=False)
+        return False
 
     def count(self, counters: list[Counter], inputs: int, **options: Any) -> None:
         """Run a context of the kit's own joinables."""

@@ -44,7 +44,7 @@ class Numbers:
         self.take_step = take_step
         self.drawn_as = drawn_as
         self.is_trainer = True
-        self.parameters = _trained(subject)
+        self.parameters = trained_by(subject)
         self.local: dict[int, torch.Tensor] = {}
         self.calls = 0
         self.at = 0
@@ -165,7 +165,7 @@ def parts_of(subject: Any) -> dict[str, Any]:
     return {f"{name}.": value for name, value in getattr(subject, "__dict__", {}).items()}
 
 
-def _trained(subject: Any) -> list[torch.Tensor]:
+def trained_by(subject: Any) -> list[torch.Tensor]:
     """Return the parameters that a joinable or one of its attributes trains, each once."""
     found: dict[int, torch.Tensor] = {}
     for part in (subject, *parts_of(subject).values()):

@@ -1,13 +1,22 @@
-"""A joinable that trains the same steps in one context and in two, and values that are out of date.
+"""A joinable that trains the same steps in one context and in several, and values that are out of
+date.
 
 The driver is the trainer of a joinable that leaves its parameters as they are: it clears gradients,
 and steps. It is none of another joinable, which may keep its gradients for the next step. A first
 context shows it.
 
-In a context with uneven inputs the driver finds the tensors that the steps of a rank change, and
-its shadows leave as they are. When the same context is run again, with a new joinable, the driver
-sets some tensors back by one step after the first shadow: the gradients, and the tensors that all
-ranks hold alike after a join. So the rank holds the values of one that has joined a step earlier.
+In a context with uneven inputs the driver finds the values that the steps of a rank change, and its
+shadows leave as they are. When the same context is run again, with a new joinable, the driver sets
+some of them back by one step after the first shadow: the gradients, and the tensors that all ranks
+hold alike after a join. So the rank holds the values of one that has joined a step earlier.
+
+Elements and numbers. Some elements of a tensor may stay in shadows while others change, by chance
+too: no input of a step has a word of an embedding, say. So elements go back by themselves only if
+each step with even inputs has changed them, and no shadow; those of a parameter, or of a state for
+it, only if autograd has computed a gradient other than 0 for them in each step that was shadowed. A
+number in floating point, such as the mean of norms, may be that of the rank's own inputs, of which
+ranks have seen as many after even inputs. Elements and numbers therefore go back only if they are
+the same on all ranks after the join of the uneven inputs, too.
 """
 
 import json
@@ -16,14 +25,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
 
 from conformance.ranks.drivers._contexts import Contexts
-from conformance.ranks.drivers._join_numbers import Numbers, digest_of, parts_of
-from conformance.ranks.drivers._joinables import OfGroup
-from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.drivers._join_numbers import Numbers, digest_of, parts_of, trained_by
+from conformance.ranks.drivers._joined_values import (
+    GRADIENT,
+    Kept,
+    Mask,
+    Steady,
+    Watch,
+    Watching,
+    digests,
+    names_by_parameter,
+    numbers_of,
+    tensors_of,
+)
 from conformance.ranks.instruments.digest import digest_of_bytes
 from conformance.ranks.instruments.global_seeds import kept_generators
+from conformance.scenarios.join_loop_draws import DISABLED, RAISES
 from conformance.scenarios.join_part_draws import (
     TRIAL,
     WHOLE,
@@ -33,7 +52,7 @@ from conformance.scenarios.join_part_draws import (
     uneven_contexts,
 )
 
-GRADIENT = "gradient"
+MANY = 4096  # elements of a parameter whose gradients are told apart
 
 
 class InParts:
@@ -58,28 +77,28 @@ class InParts:
         self.made: list[Any] = []
         self.is_trainer = False
         self.alike: frozenset[str] = frozenset()
-        self.outdated: tuple[str, ...] = ()
+        self.changing: dict[str, Mask] = {}
+        self.outdated: dict[str, Mask | None] = {}
 
     def run(self) -> None:
         """Run all contexts."""
         scenario = self.driver.scenario
         uneven = {
-            number: (one, number == one.outdated)
-            for one in uneven_contexts(scenario)
+            number: one
+            for one in uneven_contexts(scenario, self.driver.world)
             for number in (one.plain, one.outdated)
         }
-        for number, context in enumerate(part_contexts(scenario)):
+        for number, context in enumerate(part_contexts(scenario, self.driver.world)):
             if context.is_new and not self._make():
                 return
-            of_early = uneven.get(number)
-            if number == TRIAL:
-                self.is_trainer = not self._train(number, context)
-            elif of_early is None or of_early[0].early != self.driver.group_rank:
-                self._train(number, context)
+            if number in uneven:
+                self._train_unevenly(number, context, uneven[number])
+            elif number == WHOLE:
+                self._train_whole(context)
             else:
-                self._join_early(number, context, *of_early)
-            if number == WHOLE:
-                self.alike = self._exchange(_digests(self._tensors()))
+                numbers = self._train(number, context)
+                if number == TRIAL:
+                    self.is_trainer = not numbers.has_stepped
 
     def _make(self) -> bool:
         """Make a joinable; return whether it is a new one.
@@ -94,49 +113,120 @@ class InParts:
         self.made.append(made)
         return True
 
-    def _train(self, number: int, context: PartContext, watch: "_Watch | None" = None) -> bool:
-        """Train in a context; return whether parameters have changed in its steps."""
+    def _train(
+        self,
+        number: int,
+        context: PartContext,
+        after_step: Callable[[], None] | None = None,
+        watch: Watch | None = None,
+    ) -> "TracedNumbers":
+        """Train in a context, and return its numbers."""
         subject = self.made[-1]
-        numbers = TracedNumbers(
-            self.driver, subject, lambda: self.take_step(subject), context.begin, watch
-        )
+        make = RatesOnly if context.is_schedule else TracedNumbers
+        numbers = make(self.driver, subject, lambda: self.take_step(subject), context, after_step)
         numbers.is_trainer = self.is_trainer
         joinables = [subject]
         if watch:
-            joinables.append(_Watching(self.driver, watch.shadowed))
+            joinables.append(Watching(self.driver, watch.shadowed))
         inputs = self.contexts.own(context.inputs)
+        steps = [numbers.step]
         with numbers.watched(number):
-            self.contexts.run(joinables, inputs, [numbers.step], numbers.leaving)
-            numbers.left()
-        return numbers.has_stepped
+            if context.ending == RAISES:
+                self.contexts.break_off(joinables, inputs, steps, number)
+            elif context.ending == DISABLED:
+                self.contexts.run(joinables, inputs, steps, enable=False)
+            else:
+                self.contexts.run(joinables, inputs, steps, numbers.leaving)
+                numbers.left()
+        return numbers
 
-    def _join_early(
-        self, number: int, context: PartContext, uneven: Uneven, goes_back: bool
-    ) -> None:
-        watch = _Watch(self._tensors, self.outdated if goes_back else ())
-        self._train(number, context, watch)
-        if goes_back:
-            self.driver.recorder.event("outdated", names=list(watch.went_back))
+    def _train_whole(self, context: PartContext) -> None:
+        """Train with even inputs, and find the values that all ranks hold alike, and those that
+        each step changes.
+        """
+        steady = Steady(self._tensors)
+        self._train(WHOLE, context, steady.stepped)
+        self.changing = steady.changing
+        self.alike = self._alike("even")
+
+    def _train_unevenly(self, number: int, context: PartContext, uneven: Uneven) -> None:
+        goes_back = number == uneven.outdated
+        if uneven.late != self.driver.group_rank:
+            watch = Watch(self._tensors, self._numbers, self.outdated if goes_back else {})
+            self._train(number, context, watch.stepped, watch)
+            if goes_back:
+                self.driver.recorder.event("outdated", names=list(watch.went_back.values()))
+                return
+            kept = watch.kept
         else:
-            self.outdated = tuple(
-                name
-                for name in sorted(watch.kept)
-                if name in self.alike or name.startswith(GRADIENT)
-            )
+            begin = max(one for rank, one in enumerate(context.inputs) if rank != uneven.late)
+            numbers = self._train(number, context)
+            if goes_back:
+                return
+            kept = Kept()
+            self._tell("gradients", number, numbers.moving_from(begin))
+        alike = self.alike & self._alike(str(number))
+        if uneven.late != self.driver.group_rank:
+            moving = {
+                int(index): torch.tensor(mask)
+                for index, mask in self._told("gradients", number, uneven.late).items()
+            }
+            self.outdated = self._outdated(kept, alike, moving)
+
+    def _outdated(
+        self, kept: Kept, alike: frozenset[str], moving: dict[int, Mask]
+    ) -> dict[str, Mask | None]:
+        """Return the values that are to go back, with their elements if it is not all.
+
+        Args:
+            kept: by all shadows.
+            alike: the values that all ranks hold alike after joins of even and of uneven inputs.
+            moving: the elements of parameters that have had gradients in each shadowed step.
+        """
+        numbers = self._numbers()
+        chosen: dict[str, Mask | None] = {
+            name: None
+            for name in sorted(kept.whole)
+            if name in (alike if name in numbers else self.alike) or name.startswith(GRADIENT)
+        }
+        subject = self.made[-1]
+        parameters = names_by_parameter(subject, trained_by(subject))
+        for name, mask in sorted(kept.parts.items()):
+            if name in kept.whole or name not in alike or name.startswith(GRADIENT):
+                continue
+            elements = mask & self.changing.get(name, torch.zeros((), dtype=torch.bool))
+            if name in parameters:
+                gradients = moving.get(parameters[name])
+                if gradients is None or gradients.numel() != elements.numel():
+                    continue
+                elements = elements & gradients.view(elements.shape)
+            if elements.any():
+                chosen[name] = elements
+        return chosen
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return tensors_of(self.made[-1])
 
-    def _exchange(self, digests: dict[str, str]) -> frozenset[str]:
-        """Return the names of the tensors that all ranks hold alike."""
+    def _numbers(self) -> dict[str, Any]:
+        return numbers_of(self.made[-1])
+
+    def _alike(self, when: str) -> frozenset[str]:
+        """Return the names of the values that all ranks hold alike."""
         driver = self.driver
-        keys = [f"digests/{rank}" for rank in range(driver.world)]
-        driver.signals.set(keys[driver.rank], json.dumps(digests))
-        driver.barrier("digests of all ranks")
-        held = [json.loads(driver.signals.get(key)) for key in keys]
-        return frozenset(
-            name for name in digests if len({of_rank.get(name) for of_rank in held}) == 1
-        )
+        numbers = {name: number.value for name, number in self._numbers().items()}
+        own = digests(self._tensors() | numbers)
+        self._tell("digests", when, own)
+        driver.barrier(f"digests/{when} of all ranks")
+        held = [self._told("digests", when, rank) for rank in range(driver.world)]
+        return frozenset(name for name in own if len({one.get(name) for one in held}) == 1)
+
+    def _tell(self, what: str, when: object, value: Any) -> None:
+        driver = self.driver
+        driver.signals.set(f"{what}/{when}/{driver.rank}", json.dumps(value))
+
+    def _told(self, what: str, when: object, rank: int) -> Any:
+        """Return the value of another rank."""
+        return json.loads(self.driver.signals.get(f"{what}/{when}/{rank}"))
 
 
 class TracedNumbers(Numbers):
@@ -145,25 +235,30 @@ class TracedNumbers(Numbers):
     The inputs are drawn by the number of the step alone.
 
     Args:
-        begin: the number of the first step.
-        watch: sees the values of the tensors after each step, on a rank that joins early.
+        context: the context.
+        after_step: called after each step.
     """
 
     def __init__(
         self,
-        driver: RankDriver,
+        driver: Any,
         subject: Any,
         take_step: Callable[[], None],
-        begin: int,
-        watch: "_Watch | None" = None,
+        context: PartContext,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(driver, subject, take_step, drawn_as=WHOLE)
-        self.begin = begin
-        self.at = begin
-        self.watch = watch
+        self.begin = context.begin
+        self.at = context.begin
+        self.after_step = after_step
+        # No code of the driver runs at the end of a body that an exception ends.
+        self.last = -1
+        if context.ending == RAISES:
+            self.last = context.begin + context.inputs[driver.group_rank] - 1
         self.before: list[str] | None = None
         self.mean: list[str] = []
         self.has_stepped = False
+        self._moving: list[dict[int, Mask]] = []
 
     def step(self) -> None:
         if self.at == self.begin:
@@ -174,6 +269,13 @@ class TracedNumbers(Numbers):
         super().step()
         after = self._parameters()
         self.has_stepped = self.has_stepped or after != held
+        self._moving.append(
+            {
+                index: gradient.reshape(-1) != 0
+                for index, gradient in self.local.items()
+                if not gradient.is_sparse and gradient.numel() <= MANY
+            }
+        )
         self.driver.recorder.event(
             "traced",
             at=at,
@@ -182,15 +284,28 @@ class TracedNumbers(Numbers):
             mean=self.mean,
             after=after,
             settings=_settings(self.subject),
-            is_seen=self._is_seen(),
+            is_seen=self._is_seen(set(range(len(self.parameters)))),
+            is_held=self._is_seen(set(self.local)),
             numbers=_numbers(self.subject),
         )
-        if self.watch:
-            self.watch.stepped()
+        if self.after_step:
+            self.after_step()
+        if at == self.last:
+            self._note_held("leaving")
 
     def leaving(self) -> None:
         super().leaving()
         self._note_held("leaving")
+
+    def moving_from(self, begin: int) -> dict[int, list[bool]]:
+        """Return the elements of gradients of autograd that are not 0 in any step from one on, by
+        the number of their parameter.
+        """
+        steps = self._moving[begin - self.begin :]
+        found = dict(steps[0])
+        for step in steps[1:]:
+            found = {index: mask & step[index] for index, mask in found.items() if index in step}
+        return {index: mask.tolist() for index, mask in found.items()}
 
     def _receiver(self, index: int) -> Callable[[torch.Tensor], None]:
         receive = super()._receiver(index)
@@ -217,12 +332,13 @@ class TracedNumbers(Numbers):
             "held",
             when=when,
             parameters=self._parameters(),
-            digests=_digests(tensors_of(self.subject, with_gradients=False)),
+            digests=digests(tensors_of(self.subject, with_gradients=False)),
             generators=_generators(self.subject),
+            floats={name: repr(one.value.item()) for name, one in numbers_of(self.subject).items()},
         )
 
-    def _is_seen(self) -> bool:
-        """Whether optimizers of torch, whose rates can be read, have all trained parameters."""
+    def _is_seen(self, indices: set[int]) -> bool:
+        """Whether optimizers of torch, whose rates can be read, have some trained parameters."""
         stepped = {
             id(parameter)
             for part in parts_of(self.subject).values()
@@ -230,124 +346,30 @@ class TracedNumbers(Numbers):
             for group in part.param_groups
             for parameter in group["params"]
         }
-        return all(id(parameter) in stepped for parameter in self.parameters)
+        return all(id(self.parameters[index]) in stepped for index in indices)
 
 
-class _Watch:
-    """The tensors of a joinable on a rank that joins early.
+class RatesOnly(TracedNumbers):
+    """Records the rates of optimizers after steps that change them, and nothing else."""
 
-    Args:
-        read: returns the tensors.
-        to_set_back: the names of tensors that go back by one step after the first shadow.
+    rates: dict[str, str] | None = None
 
-    Attributes:
-        kept: the names of the tensors of floating-point numbers that the last step has changed, and
-            that all shadows have left as they were.
-        went_back: the names of tensors that have gone back.
-    """
+    def _keep_gradients(self) -> None:
+        pass
 
-    def __init__(
-        self, read: Callable[[], dict[str, torch.Tensor]], to_set_back: tuple[str, ...]
-    ) -> None:
-        self.read = read
-        self.to_set_back = to_set_back
-        self.went_back: tuple[str, ...] = ()
-        self.kept: set[str] = set()
-        self.last: dict[str, torch.Tensor] = {}
-        self.previous: dict[str, torch.Tensor] = {}
-        self.shadows = 0
+    def step(self) -> None:
+        at = self.at
+        Numbers.step(self)
+        rates = _settings(self.subject)
+        if rates != self.rates:
+            self.driver.recorder.event("rates", at=at, settings=rates)
+        self.rates = rates
 
-    def stepped(self) -> None:
-        """Keep the values after a step, and those after the step before."""
-        self.previous = self.last
-        self.last = {name: value.detach().clone() for name, value in self.read().items()}
+    def leaving(self) -> None:
+        pass
 
-    def shadowed(self) -> None:
-        """Compare the values after a shadow; set some back after the first one."""
-        self.shadows += 1
-        now = self.read()
-        if self.shadows == 1:
-            self.kept = {
-                name
-                for name, value in self.last.items()
-                if value.is_floating_point() and not _same(value, self.previous.get(name))
-            }
-        self.kept = {name for name in self.kept if _same(now.get(name), self.last[name])}
-        if self.shadows == 1 and self.to_set_back:
-            self.went_back = tuple(
-                name
-                for name in self.to_set_back
-                if name in self.kept and _set(now[name], self.previous.get(name))
-            )
-
-
-class _Watching(OfGroup):
-    """Calls a function after each shadow of the joinable before it."""
-
-    def __init__(self, driver: RankDriver, function: Callable[[], None]) -> None:
-        super().__init__(driver.group, driver.device)
-        self.function = function
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        watching = self
-
-        class Hook(JoinHook):
-            def main_hook(self) -> None:
-                watching.function()
-
-        return Hook()
-
-
-def tensors_of(subject: Any, with_gradients: bool = True) -> dict[str, torch.Tensor]:
-    """Return the dense tensors of a joinable by name, as far as they can be found."""
-    found: dict[str, Any] = {}
-    parts = {"": subject, **parts_of(subject)}
-    for name, part in parts.items():
-        if isinstance(part, torch.nn.Module):
-            found |= {f"{name}{key}": value for key, value in part.named_parameters()}
-            found |= {f"{name}{key}": value for key, value in part.named_buffers()}
-        elif isinstance(part, torch.optim.Optimizer):
-            found |= _tensors_of_optimizer(name, part)
-        elif name:
-            found |= _flat(name.removesuffix("."), part, depth=2)
-    if with_gradients:
-        found |= {
-            f"{GRADIENT} of {name}": value.grad
-            for name, value in found.items()
-            if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None
-        }
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided
-    }
-
-
-def _tensors_of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            key = f"{name}group {number}, parameter {place}"
-            found[key] = parameter
-            for field, value in optimizer.state.get(parameter, {}).items():
-                found[f"{key}, {field}"] = value
-    return found
-
-
-def _flat(name: str, value: Any, depth: int) -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return {name: value}
-    items: Any = ()
-    if depth and isinstance(value, dict):
-        items = value.items()
-    elif depth and isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    found: dict[str, torch.Tensor] = {}
-    for place, (key, inner) in enumerate(items):
-        # A key may be an object, or its id, which other ranks do not have.
-        label = key if isinstance(key, str) else place
-        found |= _flat(f"{name}/{label}", inner, depth - 1)
-    return found
+    def left(self) -> None:
+        pass
 
 
 def _settings(subject: Any) -> dict[str, str]:
@@ -382,26 +404,3 @@ def _generators(subject: Any) -> dict[str, str]:
         elif isinstance(value, random.Random):
             found[name] = digest_of_bytes(repr(value.getstate()).encode())
     return found
-
-
-def _digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: digest_of(value) for name, value in tensors.items()}
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and torch.equal(one, other)
-
-
-@torch.no_grad()
-def _set(tensor: torch.Tensor, value: torch.Tensor | None) -> bool:
-    """Set a tensor to a value; return whether that is possible."""
-    if value is None or value.shape != tensor.shape:
-        return False
-    try:
-        tensor.copy_(value)
-    except RuntimeError:
-        # The elements of an expanded tensor share their memory.
-        return False
-    return True

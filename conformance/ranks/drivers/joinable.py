@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join as TorchsJoin
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._contexts import Contexts, Steps
+from conformance.ranks.drivers._counters import Counters
 from conformance.ranks.drivers._join_numbers import Numbers
 from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers._joins_in_loops import ContextInLoops
@@ -80,7 +81,7 @@ class JoinableDriver(RankDriver):
     def _run_context(self, context: ContextInLoops) -> None:
         self.recorder.event("subject", is_context=True)
         # The numbers that a joinable computes are no concern of a context's.
-        if self.scenario.variant not in ("numbers", "in_parts"):
+        if self.scenario.variant not in ("numbers", "counts", "in_parts"):
             getattr(context, self.scenario.variant)()
 
     def _run_joinable(self, made: Any, make: Callable[..., Any]) -> None:
@@ -203,6 +204,32 @@ class _Joinable(Contexts):
                     [self.subject], self.own(inputs), [numbers.step], numbers.leaving, **options
                 )
                 numbers.left()
+
+    def counts(self) -> None:
+        """Find integers that count up in even inputs; then raise them in a new joinable.
+
+        Even inputs show whether it can do with large ones: an integer may be a place in a table.
+        """
+        counters = Counters(self.driver)
+        for number, inputs in enumerate(self.lengths):
+            if number in (1, 2):
+                self.subject = self._make()
+                counters.raise_in(self.subject)
+            numbers = Numbers(
+                self.driver, self.subject, functools.partial(self._counted, counters, number)
+            )
+            with numbers.watched(number):
+                has_failed = self.run_to_its_error(
+                    [self.subject], self.own(inputs), [numbers.step], numbers.leaving
+                )
+                numbers.left()
+            if has_failed or not counters.names:
+                return
+
+    def _counted(self, counters: Counters, number: int) -> None:
+        self._step()
+        if number == 0:
+            counters.stepped(self.subject)
 
     def _step_before(self) -> None:
         """Take steps of a joinable of its own before there has been a context, as many as the first

@@ -1,38 +1,50 @@
 """Joinables in one context and in two, on runs written by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import expecttest
 import pytest
 
-from conformance.judging.oracles import join_parts
+from conformance.judging.oracles import join_outdated, join_parts
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord
 from conformance.records.run import Run
+from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES
 from conformance.scenarios.join_part_draws import (
+    INTERRUPTED,
+    SCHEDULE,
+    SCHEDULE_AFTER_JOINS,
     SECOND_PART,
     WHOLE,
     part_contexts,
     uneven_contexts,
 )
-from conformance.scenarios.joins_in_parts import IN_PARTS
+from conformance.scenarios.joins_in_parts import IN_PARTS, TWO_JOINED
+from conformance.scenarios.model import Scenario
 from tests.made_runs import event, read_failures
 
-CONTEXTS = part_contexts(IN_PARTS)
-EARLY = uneven_contexts(IN_PARTS)
+CONTEXTS = part_contexts(IN_PARTS, 2)
+UNEVEN = uneven_contexts(IN_PARTS, 2)
 
 
-def run() -> Run:
-    """Return a run of two ranks, whose parameter has the same digest in the same step."""
-    ranks = [RankRecord(rank, list(_events(rank)), exit=0) for rank in (0, 1)]
-    return Run(IN_PARTS, 2, ranks)
+def run(scenario: Scenario = IN_PARTS) -> Run:
+    """Return a run whose parameter has the same digest on all ranks in the same step."""
+    world = scenario.size or 2
+    ranks = [RankRecord(rank, list(_events(scenario, rank)), exit=0) for rank in range(world)]
+    return Run(scenario, world, ranks)
 
 
-def _events(rank: int) -> Any:
+def _events(scenario: Scenario, rank: int) -> Any:
+    world = scenario.size or 2
     yield Event(event("subject", -1, is_context=False))
-    for number, context in enumerate(CONTEXTS):
+    for number, context in enumerate(part_contexts(scenario, world)):
         yield Event(event("step", number, kind="context"))
+        if context.is_schedule:
+            rates = {"lr": "0.1"}
+            yield Event(event("rates", number, at=context.begin, settings=rates))
+            continue
         for at in range(context.begin, context.begin + context.inputs[rank]):
             yield Event(
                 event(
@@ -45,16 +57,20 @@ def _events(rank: int) -> Any:
                     after=[f"stepped {at}"],
                     settings={"lr": "0.1"},
                     is_seen=True,
+                    is_held=False,
                     numbers={"epoch": "1"},
                 )
             )
-        for when in ("begun", "leaving"):
+        for when in ("begun", "leaving") if context.inputs[rank] else ():
             held = {"parameters": ["held"], "digests": {"p": "held", "own": f"of rank {rank}"}}
+            held["floats"] = {"typical": "0.5"}
             yield Event(event("held", number, when=when, generators={}, **held))
         state = event("state_of_joinable", number, when="leaving", divides=False)
         yield Event(state | {"digests": {"p": "held", "q": "held"}})
-        if any(one.outdated == number and one.early == rank for one in EARLY):
-            yield Event(event("outdated", number, names=["p", "gradient of p", "r", "s"]))
+        uneven = uneven_contexts(scenario, world)
+        if any(one.outdated == number and one.late != rank for one in uneven):
+            names = ["gradient of p", "r", "p", "typical", "s (2 of 6 elements)"]
+            yield Event(event("outdated", number, names=names))
 
 
 def changed(
@@ -69,8 +85,38 @@ def changed(
 
 
 def in_second(**fields: Any) -> Run:
-    """Return the run with other fields in the steps of the second context."""
-    return changed("traced", (SECOND_PART,), lambda one: one.update(fields))
+    """Return the run with other fields in the steps of the second context, and of later ones."""
+    contexts = (SECOND_PART, *INTERRUPTED[1:])
+    return changed("traced", contexts, lambda one: one.update(fields))
+
+
+def interrupted(**fields: Any) -> Run:
+    """Return the run with other fields in the last of the contexts with an exception."""
+    return changed("traced", INTERRUPTED[-1:], lambda one: one.update(fields))
+
+
+def without_parameters() -> Run:
+    """Return the run with an optimizer that has its parameters until the join."""
+    made = run()
+    for rank in made.ranks:
+        for one in rank.all("traced"):
+            one["is_held"] = one["step"] != SECOND_PART
+    return made
+
+
+def with_stairs(last: str, *stuck: int) -> Run:
+    """Return the run with a rate that changes after 40 steps, but in some contexts.
+
+    Args:
+        last: the rate from then on.
+        stuck: the contexts.
+    """
+    made = run()
+    for rank in made.ranks:
+        for one in list(rank.all("rates")):
+            if one["step"] not in stuck:
+                rank.events.append(Event(one | {"at": one["at"] + 40, "settings": {"lr": last}}))
+    return made
 
 
 def with_rates(*stuck: int) -> Run:
@@ -86,7 +132,7 @@ def with_rates(*stuck: int) -> Run:
 
 def outdated(made: Run) -> Found:
     found = Found()
-    join_parts.require_nothing_outdated(made, found)
+    join_outdated.require_nothing_outdated(made, found)
     return found
 
 
@@ -97,19 +143,24 @@ def in_parts(made: Run) -> Found:
 
 
 def test_the_same_numbers_are_right() -> None:
-    for found in (outdated(run()), in_parts(run()), in_parts(with_rates())):
+    for found in (
+        outdated(run()),
+        outdated(run(TWO_JOINED)),
+        in_parts(run()),
+        in_parts(with_rates()),
+        in_parts(with_stairs("0.2")),
+    ):
         assert found.checks
         assert not found.failures
 
 
 def test_numbers_that_are_others_each_time_are_not_judged() -> None:
-    late = 1 - EARLY[0].early
     change = {"digests": {"p": "other", "q": "held"}}
     repeated = changed(
         "state_of_joinable",
-        (EARLY[0].again, EARLY[0].outdated),
+        (UNEVEN[0].again, UNEVEN[0].outdated),
         lambda one: one.update(change),
-        late,
+        UNEVEN[0].late,
     )
     assert not outdated(repeated).failures
     at_random = changed("traced", (WHOLE,), lambda one: one.update(after=["random"]))
@@ -146,8 +197,9 @@ def test_inputs_and_rates_may_follow_contexts(made: Run) -> None:
 )
 def test_a_join_may_compute_a_state_and_hand_out_a_part(held: dict[str, Any]) -> None:
     made = in_second(after=["other"])
-    for one in made.ranks[1].all("held", step=SECOND_PART, when="begun"):
-        one.update(held)
+    for one in made.ranks[1].all("held", when="begun"):
+        if one["step"] in (SECOND_PART, *INTERRUPTED[1:]):
+            one.update(held)
     assert in_parts(made).not_applicable == FOLLOWS
 
 
@@ -166,7 +218,7 @@ def test_reasons_not_to_judge() -> None:
     assert reasons == [
         "the target is one object, and makes no other one",
         "the target is one object, and makes no other one",
-        "a rank that has joined leaves no gradient as it is, and no other tensor that all ranks "
+        "a rank that has joined leaves no gradient as it is, and no other value that all ranks "
         "hold alike after a join",
     ]
 
@@ -174,40 +226,67 @@ def test_reasons_not_to_judge() -> None:
 def test_failures_are_described() -> None:
     depends = changed(
         "state_of_joinable",
-        (EARLY[0].outdated,),
+        (UNEVEN[0].outdated,),
         lambda one: one.update(digests={"p": "other", "q": "held"}),
-        1 - EARLY[0].early,
+        UNEVEN[0].late,
+    )
+    number = changed(
+        "held",
+        (UNEVEN[0].outdated,),
+        lambda one: one.update(floats={"typical": "0.6"}),
+        UNEVEN[0].late,
     )
     failures = [
         *outdated(depends).failures,
+        *outdated(number).failures,
         *in_parts(in_second(after=["other"])).failures,
         *in_parts(in_second(before=["other"])).failures,
         *in_parts(with_rates(SECOND_PART)).failures[:1],
-        *in_parts(with_rates(EARLY[1].rest)).failures,
+        *in_parts(with_rates(UNEVEN[1].rest)).failures,
+        *in_parts(with_stairs("0.2", SCHEDULE_AFTER_JOINS)).failures[:1],
+        *in_parts(interrupted(after=["other"])).failures,
+        *in_parts(without_parameters()).failures[:1],
     ]
     expecttest.assert_expected_inline(
         read_failures(failures),
         """\
-Expected: p as if rank 0 had joined with other values in the tensors that its shadows
-    leave as they are
-Actual: rank 1, context 8 with inputs (3, 6): p depends on them
-Likely cause: one of these is sent, or used in a shadow: p, r, s, ...
-Expected: the parameters of 8 steps in one context
-Actual: rank 1, step 2, in a second context that begins with step 2: other parameters
+Expected: p as if rank 0 had joined with other values in what shadows there leave as it is
+Actual: rank 1, context 16 with inputs (2, 7): p depends on them
+Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), p,
+    ...
+Expected: typical as if rank 0 had joined with other values in what shadows there leave as
+    it is
+Actual: rank 1, context 16 with inputs (2, 7): typical depends on them
+Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), r,
+    ...
+Expected: the parameters of 10 steps in one context
+Actual: rank 1, step 7, in a second context that begins with step 7: other parameters
     afterwards
 Likely cause: an update that is pending, momentum or another state is lost between
     contexts
-Expected: the parameters of 8 steps in one context
-Actual: rank 1, step 2, in a second context that begins with step 2: other parameters when
+Expected: the parameters of 10 steps in one context
+Actual: rank 1, step 7, in a second context that begins with step 7: other parameters when
     its first gradient arrives
 Likely cause: an update that is pending, momentum or another state is lost between
     contexts
 Expected: lr that goes on changing in each step, as in one context
-Actual: rank 0, context 4: lr stays 0.1, as at the join before
+Actual: rank 0, context 4: lr stays 0.6, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that goes on changing in each step, as in one context
-Actual: rank 0, context 10: lr stays 0.3, as at the join before
-Likely cause: a schedule writes to a group that load_state_dict() has replaced""",
+Actual: rank 0, context 18: lr stays 0.7, as at the join before
+Likely cause: a schedule writes to a group that load_state_dict() has replaced
+Expected: lr that changes in 133 steps of a context, as in those of the first one
+Actual: rank 0, context 12: lr stays 0.1, as at the join before
+Likely cause: a schedule writes to a group that load_state_dict() has replaced
+Expected: the parameters of 10 steps in one context
+Actual: rank 1, step 3, in a 4th context that begins with step 3, after one that an
+    exception has ended and a disabled one: other parameters afterwards
+Likely cause: an update that is pending, momentum or another state is lost between
+    contexts
+Expected: parameters with gradients in the groups of an optimizer, as in one context
+Actual: rank 0, context 4, step 7: no optimizer has some of them
+Likely cause: a join has replaced a model, or its parameters, and the optimizer goes on to
+    step the old ones""",
     )
 
 
@@ -217,3 +296,23 @@ def test_a_rate_that_is_another_one_may_be_that_of_a_context() -> None:
         for one in rank.all("traced", step=SECOND_PART):
             one["settings"] = {"lr": "0.01"}
     assert not in_parts(made).failures
+
+
+def test_a_step_of_a_staircase_may_be_further_away_than_a_context_is_long() -> None:
+    made = run()
+    for rank in made.ranks:
+        last = {"settings": {"lr": "0.2"}, "at": 3}
+        rank.events += [Event(one | last) for one in rank.all("rates") if one["step"] == SCHEDULE]
+    assert not in_parts(made).failures
+
+
+def test_contexts_with_an_exception_are_drawn() -> None:
+    for seed in range(40):
+        contexts = part_contexts(replace(IN_PARTS, session_seed=seed), 2)
+        row = [contexts[number] for number in INTERRUPTED]
+        assert {one.ending for one in row[1:3]} == {RAISES, DISABLED}
+        assert row[0].ending == row[3].ending == ENDS
+        assert row[3].begin + row[3].inputs[0] == contexts[WHOLE].inputs[0]
+        for one in uneven_contexts(replace(IN_PARTS, session_seed=seed), 2):
+            inputs = contexts[one.plain].inputs
+            assert inputs[one.late] - inputs[1 - one.late] >= 4
