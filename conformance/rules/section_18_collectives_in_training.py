@@ -135,14 +135,16 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.distributed.all_to_all: tensors of different sizes in a "
     "list; torch.distributed.all_gather: uneven sized tensors are supported",
     remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; padding "
-    "to a length that others exceed",
+    "to a length that others exceed; a rank without rows, which has nothing to send, and still "
+    "gets those of its peers",
 )
 def uneven(run: Run, claims: Claims, found: Found) -> None:
     """If the tensors of an all_to_all or of an all_gather have different numbers of rows, each rank
     gets those that are meant for it, or an error refuses them.
 
     In the calls of an all_gather the order of ranks by their number of rows is drawn, and reversed
-    in the next call.
+    in the next call. In six calls drawn ranks have no rows: to send, or to receive, or for one rank
+    and not for another; in every other one of these calls the others have none.
     """
     collective = run.scenario.options[0]
     if collective not in ("all_to_all", "all_gather"):
@@ -288,13 +290,13 @@ own_numbers = right_beside_own_numbers("18.35", (large, long_run), on=(PROBE,))
     "A rank outside of the group keeps its tensors",
     on=(SUBGROUPS, WITH_CALLS_OUTSIDE),
     owns=(WITH_CALLS_OUTSIDE,),
-    needs=("18.11", "18.16"),
+    needs=("18.10", "18.11", "18.16"),
     since="1.6",
     source="torch documentation, torch.distributed.new_group; on a rank outside of the group "
     "torch's collectives warn and return, so that loops call them for every group",
     remedy="outputs that are decoded, or filled with zeros, whatever the collective has returned; "
     "a group that is replaced by WORLD; an error that is kept before the call returns: return "
-    "before anything is encoded",
+    "before anything is encoded; what a call under way needs, in an attribute of the object",
 )
 def outside(run: Run, claims: Claims, found: Found) -> None:
     """A call on a rank outside of the group, with the value that new_group returns there, changes
@@ -303,9 +305,10 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
 
     All ranks make such calls, with messages for their own group, and with messages for WORLD.
 
-    Nor does such a call change what the next call sends: if the same object is also called as
-    outside of the group between its calls, all messages arrive. With the claim feedback all calls
-    together lose no more than the last error, as in 18.16.
+    Nor does such a call change what other calls send or decode: if the same object is also called
+    as outside of the group between its calls, or while a call with async_op=True is under way, all
+    messages arrive. With the claim feedback all calls together lose no more than the last error, as
+    in 18.16.
     """
     for rank in run.ranks:
         for event in rank.all("outside"):

@@ -44,8 +44,10 @@ from conformance.scenarios.collective_training import (
     CHANGING_SCALE,
     DTYPES,
     LARGE,
+    ON_TWO_GROUPS,
     VARYING,
 )
+from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.subjects.claims import Claims
 
 
@@ -160,7 +162,8 @@ def layouts(run: Run, claims: Claims, found: Found) -> None:
     needs=("18.9",),
     source="torch documentation, torch.distributed.all_gather: outputs have the dtype of the input",
     remedy="check is_floating_point() on every rank before anything is sent; cast back to the "
-    "dtype of the output",
+    "dtype of the output; float() and half() of a complex tensor, which drop the imaginary part: "
+    "torch.view_as_real",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """float64, float16 and bfloat16 tensors arrive in their own dtype, and integers unchanged to
@@ -170,7 +173,11 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     rounds them, or within their bounds, or zeros in place of tiny ones; those beyond float32 may
     arrive as infinite or as its largest, and may spoil their block, but show.
 
-    Messages of the three dtypes have 300 to 900 elements, and 2**11 to 2**18, which are drawn.
+    Complex tensors arrive with both parts of each element, within the bound of the largest
+    magnitude that the rank sends, or an error refuses them.
+
+    Messages of float64, float16, bfloat16 and complex64 have 300 to 900 elements, and 2**11 to
+    2**18, which are drawn.
     """
     for call in calls(run):
         if run.scenario.params[call.index].dtype != "float32":
@@ -359,12 +366,12 @@ def special(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.15",
     "It sends fewer bytes",
-    on=(ORDERED, LARGE, WAITED),
-    needs=("18.9", "18.10"),
+    on=(ORDERED, LARGE, WAITED, SUBGROUPS, AFTER_WORLD, ON_TWO_GROUPS, *CLUSTERS),
+    needs=("18.9", "18.10", "18.11"),
     source="the definition of a quantized collective",
     remedy="the collective has to be given a tensor of the narrow dtype, not rounded values in a "
-    "wide one; a cast that is missing where large messages, or asynchronous calls, take another "
-    "path",
+    "wide one; a cast that is missing where large messages, asynchronous calls, or calls with "
+    "group= take another path",
 )
 def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     """A rank passes to torch's collectives no more bytes than its format needs: half of float32's
@@ -373,8 +380,10 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     Bytes count per message, one for each rank of the group, whatever collectives send them. An
     all-reduce sends each element twice, so that rounded values in float32 save nothing.
 
-    This holds for messages of float32 of up to some 2**21 elements, those of 18.21. Of calls with
-    async_op=True the bytes of four together count.
+    This holds for messages of float32 of up to some 2**21 elements, those of 18.21, on WORLD and on
+    groups: two disjoint ones, rows and columns of a mesh of 2 x 2 ranks, and those of 18.30. Of
+    calls with async_op=True the bytes of all that are under way count together. A rank that is
+    alone in its group has nobody to send to.
     """
     require_fewer_bytes(run, claims, found)
 

@@ -209,18 +209,19 @@ def dynamic(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "Evaluation, no_grad and autocast work",
     on=(MODES, AUTOCAST),
     owns=(MODES, AUTOCAST),
-    needs=("19.1",),
+    needs=("19.1", "19.4"),
     source="torch documentation, torch.amp; torch.utils.checkpoint runs again under the autocast "
     "of the forward",
     remedy="autocast and grad mode belong to the thread, which has left those of the forward when "
-    "the backward runs: keep them, and enter them again, also if autocast was off",
+    "the backward runs: keep them, and enter them again, also if autocast was off; a device that "
+    "is taken from inputs by position alone",
 )
 def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A recomputation runs in the dtype of the forward and gives the same gradients, if autocast is
     on in the forward alone, in the backward alone, or around a forward in a context that disables
     it. In evaluation and under no_grad between steps outputs are the same and require gradients as
     without the wrapper. Under autocast one block begins with a norm, and takes its input in full
-    precision."""
+    precision; and one or two blocks of three, which are drawn, get theirs by keyword alone."""
     require_same_results(runs, found)
     require_same_modes(runs, found)
 
@@ -376,7 +377,7 @@ def recomputes(run: Run, claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source=f"{DOCS}: use_reentrant, preserve_rng_state",
     remedy="leave the claim out; a recomputation that seeds the generator: all steps have one "
-    "dropout mask then, and some weights never get a gradient",
+    "dropout mask then, and some weights never get a gradient; train() that begins a stream again",
 )
 def limits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A wrapper that claims reentrant has one of the limits of reentrant wrappers, and one that
@@ -384,8 +385,8 @@ def limits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     apply.
 
     With the claim draws_anew no two steps of a run draw the same numbers in their recomputations:
-    a block does not run again from a state of the generator from which it has run again before.
-    """
+    a block does not run again from a state of the generator from which it has run again before,
+    also if the network is evaluated now and then."""
     draws = {name: run for name, run in runs.items() if run.scenario.name == RANDOM.name}
     long = {name: run for name, run in runs.items() if run.scenario.name == LONG.name}
     limited = {name: run for name, run in runs.items() if name not in {*draws, *long}}

@@ -87,7 +87,7 @@ def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     remedy="a threshold in elements or bytes, beyond which tensors are kept in another way, in "
     "parts or in fewer bits; a part of a tensor that decides how all of it is kept; values outside "
     "the range of float16; a dtype that is kept as another one; NaN or infinities that are made "
-    "finite",
+    "finite; memory that is kept without the bits of is_conj() and is_neg()",
 )
 def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Blocks of 2**17 to 2**21 elements, three sizes that are drawn evenly over their logarithms,
@@ -103,6 +103,10 @@ def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     of either sign, whose gradients are those without the wrapper, too. In three more steps all
     elements but one, which is drawn, are zeros or small whole numbers: a sample of the elements
     tells nothing of that one.
+
+    Blocks of complex64 and complex128, in two sizes each, have exact results of moderate
+    magnitudes. They get a conjugated input, and save conjugated and negated tensors: views whose
+    memory is that of the others.
     """
     require_same_training(runs, found)
 
@@ -226,12 +230,14 @@ def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.9",),
     source="torch documentation, torch.amp: float16 beside bfloat16",
     remedy="bfloat16 as a constant; the dtype of autocast belongs to the thread, as its state "
-    "does, and both belong to a forward, not to the wrapper",
+    "does, and both belong to a forward, not to the wrapper; a device that is taken from inputs by "
+    "position alone",
 )
 def half(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A recomputation in a backward outside of autocast runs in float16 if the forward did, and
     gives the same gradients; also if the blocks have run under another autocast in between, as for
-    a metric or a teacher."""
+    a metric or a teacher. In each step one or two blocks of three, which are drawn, get their input
+    by keyword alone."""
     require_same_training(runs, found)
     require_same_modes(runs, found)
 
@@ -269,15 +275,19 @@ kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
     source="runs of training have many thousand steps; one wrapped module runs in each of them",
     remedy="a count of forwards or backwards that overflows, or that ends a warm-up; a pool of "
     "buffers, or of packed tensors, that is used again too early; a block that has drawn no random "
-    "numbers so far, and is taken for one that never does",
+    "numbers so far, or with these numbers in its modules, and is taken for one that never does: "
+    "keep the generator's state of every forward",
 )
 def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """In each of 300 to 380 steps, outputs and gradients are those without the wrapper up to
     2**-14 of the largest magnitude.
 
     The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed, and
-    so is the step from 100 to 250 at which dropout begins, as in a schedule of dropout. With the
-    claim draws_anew the outputs alone are compared from that step on.
+    so are steps from 100 to 250 at which dropout begins, as in a schedule of dropout: in each of
+    five blocks at another one. Their share of dropout is in nn.Dropout, in settings that all blocks
+    share, in an argument, in a class of the trainer's, or in a buffer. Every 8 to 24 steps, which
+    are drawn, the network is evaluated: by eval(), a forward under no_grad, and train(). With the
+    claim draws_anew the outputs alone are compared from the first step with dropout on.
     """
     require_same_long_run(runs, claims, found)
 

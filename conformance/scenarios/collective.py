@@ -7,7 +7,7 @@ values.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 
 # Collectives whose outputs are sums of messages, one from each rank.
 SUMMING = ("reduce_scatter", "reduce_scatter_tensor", "all_reduce")
@@ -19,6 +19,9 @@ COLLECTIVES = (
 
 # Collectives in which a rank sends one message, to all ranks.
 TO_ALL = ("all_gather", "all_gather_into_tensor", "all_reduce")
+
+# Collectives that take lists of tensors of different sizes.
+UNEVEN = ("all_to_all", "all_gather")
 
 # Collectives whose messages to all ranks, or from all ranks, are parts of one tensor.
 ONE_INPUT = ("all_to_all_single", "reduce_scatter_tensor")
@@ -88,6 +91,7 @@ SUBGROUPS = replace(
     summary="on disjoint subgroups of WORLD, one of a single rank, whose last calls have "
     "async_op=True; group ranks are not global ranks",
     groups=((1, 3), (0, 2), (4,)),
+    observe=Observation(bytes_sent=True),
 )
 
 # If a rank refuses a call, its peers do not make the call: they would wait for that rank.
@@ -110,8 +114,8 @@ FORMS = replace(
     ORDERED,
     name="collective_forms",
     summary="tensors of one to four dimensions, numbers if a collective takes them, empty, of one "
-    "element, not contiguous on both sides or on one, of other dtypes; float64 beyond the range of "
-    "float32",
+    "element, not contiguous on both sides or on one, of other dtypes, also complex ones; float64 "
+    "beyond the range of float32",
     params=(
         *(
             Param(shape)
@@ -127,6 +131,9 @@ FORMS = replace(
         Param((5, 6), output_layout="transposed"),
         Param((4, 3, 2, 5), layout="channels_last", output_layout="contiguous"),
         Param((3, 4, 5, 2), output_layout="channels_last"),
+        Param((5, 3), "complex64"),
+        Param((7, 2), "complex128"),
+        Param((131,), "complex64"),
     ),
     steps=("crafted", *OF_FLOAT64),
     world_sizes=(2, 3),

@@ -29,6 +29,7 @@ In this module, ``place`` is a rank's number within its group.
 """
 
 import functools
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -44,13 +45,17 @@ from conformance.scenarios.collective import (
     SPREAD,
     SUMMING,
     TO_ALL,
+    UNEVEN,
     VAST,
     WITHOUT_NUMBERS,
 )
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
+    FIRST_WITHOUT_ROWS,
     OF_DTYPES,
+    OF_OPERATIONS,
     ON_GROUPS,
+    OPERATED_FORMS,
     SELDOM,
     TINY,
     TINY_HALF,
@@ -60,6 +65,9 @@ from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
 Pair = tuple[int, int]
+
+# A call as on a rank outside of the group comes while another one is under way.
+MEANWHILE = "meanwhile"
 
 # The group of a call.
 OWN = "own"
@@ -93,6 +101,8 @@ _PATCHES = ("zeros", "equal", "tiny", "normal")
 
 def form_of(scenario: Scenario, index: int) -> str:
     """Return the form of a parameter's call: one of ``CALLS``, or '' for the ordinary form."""
+    if scenario.variant == OF_OPERATIONS:
+        return OPERATED_FORMS[index]
     if scenario.name != CALLED.name:
         return ""
     return CALLS[scenario.options[0]][index]
@@ -103,6 +113,8 @@ def indices(scenario: Scenario, step: int) -> list[int]:
     if scenario.variant == "long":
         index = _draw_of(scenario, step).randrange(len(scenario.params))
         return [index]
+    if scenario.variant == OF_OPERATIONS and scenario.options[0] not in SUMMING:
+        return []  # It has no argument op.
     calls = len(scenario.params)
     if scenario.name == CALLED.name:
         # The scenario has a parameter for each form of the collective with the most forms.
@@ -194,10 +206,14 @@ def _draw_of(scenario: Scenario, step: int) -> random.Random:
     return random.Random(f"{scenario.session_seed}/{scenario.name}/{step}")
 
 
-def is_outside_too(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether a call is also made as on a rank outside of the group."""
+def outside_too(scenario: Scenario, step: int, index: int) -> str:
+    """Return when a call is also made as on a rank outside of the group: ``before`` the call,
+    ``meanwhile``, if it may have async_op=True, or never, ''.
+    """
+    if scenario.variant != ALSO_OUTSIDE:
+        return ""
     draw = random.Random(f"{scenario.session_seed}/outside/{step}/{index}")
-    return scenario.variant == ALSO_OUTSIDE and draw.random() < 0.5
+    return draw.choice(("before", MEANWHILE, ""))
 
 
 def keeps_objects(scenario: Scenario) -> bool:
@@ -252,6 +268,8 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
     """Return the shape of a message."""
     shape = scenario.params[index].shape
     form = form_of(scenario, index)
+    if scenario.variant == "uneven" and _has_no_rows(scenario, size, index, source, to):
+        return (0, *shape[1:])
     if scenario.variant == "uneven" and scenario.options[0] == "all_to_all":
         return (shape[0] + 2 * source + 3 * to, *shape[1:])
     if scenario.variant == "uneven" and scenario.options[0] == "all_gather":
@@ -266,6 +284,28 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
     # to another rank.
     rows = 2 * ((source + to) % size) + (form == "splits")
     return (rows, *shape[1:])
+
+
+def _has_no_rows(scenario: Scenario, size: int, index: int, source: int, to: int) -> bool:
+    """Whether a message of a call of uneven tensors has no rows.
+
+    Some senders, some receivers or some pairs of ranks have none. They are drawn; in the next call
+    the others have none. A message to all ranks is its sender's.
+    """
+    if scenario.options[0] not in UNEVEN or index < FIRST_WITHOUT_ROWS:
+        return False
+    number, is_next = divmod(index - FIRST_WITHOUT_ROWS, 2)
+    places = range(size)
+    if scenario.options[0] in TO_ALL or number == 0:
+        message: int | Pair = source
+        candidates: list[int | Pair] = [*places]
+    elif number == 1:
+        message, candidates = to, [*places]
+    else:
+        message, candidates = (source, to), [*itertools.product(places, places)]
+    draw = random.Random(f"{scenario.session_seed}/without rows/{number}")
+    chosen = draw.sample(candidates, draw.randint(1, max(len(candidates) - 1, 1)))
+    return (message in chosen) != bool(is_next)
 
 
 def is_poisoned(scenario: Scenario, size: int, step: int, source: int, to: int) -> bool:
@@ -311,7 +351,10 @@ def _make_message(
     dtype = getattr(torch, spec.dtype)
     shape = shape_of(scenario, size, index, source, to)
     count = math.prod(shape)
-    if not dtype.is_floating_point:
+    if dtype.is_complex:
+        # Both parts of an element, one after the other.
+        count *= 2
+    elif not dtype.is_floating_point:
         # Odd numbers above 2**20 need more bits than any narrow dtype has.
         return (2**20 + 1 + 2 * (1000 * pair + torch.arange(count))).to(dtype).reshape(shape)
     if kind == "special":
@@ -329,7 +372,7 @@ def _make_message(
         exponent=spec.exponent_at(step),
         period=scenario.period,
     )
-    if scenario.variant == OF_DTYPES:
+    if scenario.variant in (OF_DTYPES, OF_OPERATIONS):
         # A float64 may be rounded to a float32 on the way to a narrow dtype, or may not be.
         values = values.float().double()
     if kind == SELDOM:
@@ -347,7 +390,14 @@ def _make_message(
         poisoned = is_poisoned(scenario, size, step, source, to)
         exponents = TINY_HALF if dtype is torch.float16 else TINY
         values = _changed(values, kind, poisoned, draw, exponents)
+    if dtype.is_complex:
+        return torch.view_as_complex(values.to(dtype.to_real()).reshape(*shape, 2))
     return values.to(dtype).reshape(shape)
+
+
+def as_reals(message: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a message, flat; of complex ones both parts, as records have them."""
+    return (torch.view_as_real(message) if message.is_complex() else message).reshape(-1)
 
 
 def _changed(

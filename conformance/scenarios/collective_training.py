@@ -65,23 +65,41 @@ _UNEVEN = replace(
     ORDERED,
     name="collective_uneven",
     summary="an all_to_all or an all_gather of tensors of different sizes; each rank has the most "
-    "rows of an all_gather in some call, and fewer than another in the next",
+    "rows of an all_gather in some call, and fewer than another in the next; in some calls drawn "
+    "ranks have no rows to send, or get none",
     steps=("crafted", "normal"),
     world_sizes=(2, 3),
     variant="uneven",
 )
+
+# The first call of ``_UNEVEN`` in which some messages have no rows.
+FIRST_WITHOUT_ROWS = 4
 
 # Each rank may refuse a dtype, so that peers wait for rank 0.
 OF_DTYPES = "of_dtypes"
 _DTYPES = replace(
     ORDERED,
     name="collective_dtypes",
-    summary="messages of float64, float16 and bfloat16, of 300 to 900 elements, and of 2**11 to "
-    "2**18, in a drawn order",
+    summary="messages of float64, float16, bfloat16 and complex64, of 300 to 900 elements, and of "
+    "2**11 to 2**18, in a drawn order",
     steps=("normal",),
     world_sizes=(2, 3),
     variant=OF_DTYPES,
 )
+
+# Operations other than a sum, on values that every format rounds. Each may be refused.
+OF_OPERATIONS = "of_operations"
+_OPERATED = replace(
+    ORDERED,
+    name="collective_operations",
+    summary="averages of float32 of 10 to 40, of 300 to 900 and of 2**13 to 2**18 elements, and of "
+    "float64, float16 and bfloat16; maxima, minima and products of float32; sizes are drawn",
+    steps=("normal",) * 2,
+    world_sizes=(2, 3),
+    variant=OF_OPERATIONS,
+)
+# The forms of its calls, one for each parameter in order.
+OPERATED_FORMS = (*("average",) * 6, *("maximum", "minimum", "product") * 2)
 
 _IN_FLIGHT = replace(
     WAITED,
@@ -109,13 +127,13 @@ _CHANGING_SCALE = replace(
 _SCALES = (-10, 9)
 
 # The same on a group of all ranks. In some calls, which are drawn, the object is also called with
-# the value that new_group returns on ranks outside of a group.
+# the value that new_group returns on ranks outside of a group, as in a loop over groups.
 ALSO_OUTSIDE = "also_outside"
 _ALSO_OUTSIDE = replace(
     _CHANGING_SCALE,
     name="collective_outside",
-    summary="16 to 20 calls of values whose scale changes from call to call; before some calls "
-    "there is one as on a rank outside of the group",
+    summary="16 to 20 calls of values whose scale changes from call to call; before some calls, "
+    "and while others are under way, there is one as on a rank outside of the group",
     world_sizes=(),
     groups=((0, 1),),
     variant=ALSO_OUTSIDE,
@@ -202,8 +220,13 @@ def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def draw_uneven(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw two matrices of 10 to 40 elements, and two of 300 to 900."""
+    """Draw two matrices of 10 to 40 elements, and two of 300 to 900.
+
+    Of the calls in which some messages have no rows, there are six of 10 to 900 elements: senders,
+    receivers or pairs have none, in two calls each.
+    """
     sizes = [numbers.randint(*ends) for ends in ((10, 40), (300, 900)) for _ in range(2)]
+    sizes += [numbers.randint(10, 900) for _ in range(6)]
     return replace(scenario, params=tuple(_matrix(size, numbers) for size in sizes))
 
 
@@ -211,12 +234,30 @@ def draw_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw two messages of each dtype, their order, and a table as :func:`draw_large` does."""
     params = [
         replace(_matrix(size, numbers), dtype=dtype)
-        for dtype in ("float64", "float16", "bfloat16")
+        for dtype in ("float64", "float16", "bfloat16", "complex64")
         for size in (numbers.randint(300, 900), _log_uniform(2**11, 2**18, numbers))
     ]
     numbers.shuffle(params)
     period = prime_from(numbers.randint(10_000, 20_000))
     return replace(scenario, params=tuple(params), period=period)
+
+
+def draw_operations(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the sizes of the calls in ``OPERATED_FORMS``, and a table as in :func:`draw_dtypes`."""
+    sizes = [
+        numbers.randint(10, 40),
+        numbers.randint(300, 900),
+        _log_uniform(2**13, 2**18, numbers),
+        *(numbers.randint(300, 900) for _ in range(3)),
+        *(numbers.randint(*ends) for ends in ((10, 40), (300, 900)) for _ in range(3)),
+    ]
+    dtypes = ("float32",) * 3 + ("float64", "float16", "bfloat16") + ("float32",) * 6
+    params = tuple(
+        replace(_matrix(size, numbers), dtype=dtype)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    )
+    period = prime_from(numbers.randint(10_000, 20_000))
+    return replace(scenario, params=params, period=period)
 
 
 def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -297,6 +338,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _VIEWS.name: draw_views,
     _UNEVEN.name: draw_uneven,
     _DTYPES.name: draw_dtypes,
+    _OPERATED.name: draw_operations,
     _ALSO_OUTSIDE.name: draw_changing_scale,
     _IN_FLIGHT.name: draw_in_flight,
     _CHANGING_SCALE.name: draw_changing_scale,
@@ -311,6 +353,7 @@ RECOVERING_HALF = draw_recovering_half(_RECOVERING_HALF, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
 UNEVEN = draw_uneven(_UNEVEN, random.Random(0))
 DTYPES = draw_dtypes(_DTYPES, random.Random(0))
+OPERATED = draw_operations(_OPERATED, random.Random(0))
 WITH_CALLS_OUTSIDE = draw_changing_scale(_ALSO_OUTSIDE, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
 CHANGING_SCALE = draw_changing_scale(_CHANGING_SCALE, random.Random(0))
@@ -324,6 +367,7 @@ ALL = (
     VIEWS,
     UNEVEN,
     DTYPES,
+    OPERATED,
     CHANGING_SCALE,
     WITH_CALLS_OUTSIDE,
     IN_FLIGHT,

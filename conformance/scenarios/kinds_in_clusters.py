@@ -12,7 +12,7 @@ from dataclasses import replace
 from conformance.scenarios import averager, cluster_draws, collective, joinable, optimizer, strategy
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.joins_in_training import NUMBERS
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 
 _CLUSTERS = {
     UNEQUAL_NODES: UNEQUAL_NODES.summary,
@@ -60,7 +60,8 @@ JOINABLE_NUMBERS = tuple(
     _on(cluster, NUMBERS, "joinable_numbers", "drawn numbers of inputs; ")
     for cluster in (UNEQUAL_NODES, EQUAL_NODES)
 )
-COLLECTIVE = tuple(_on(cluster, collective.PLAIN, "collective") for cluster in _CLUSTERS)
+_COLLECTIVE = replace(collective.PLAIN, observe=Observation(bytes_sent=True))
+COLLECTIVE = tuple(_on(cluster, _COLLECTIVE, "collective") for cluster in _CLUSTERS)
 
 ALL = (*AVERAGER, *OPTIMIZER, *STRATEGY, *JOINABLE, *JOINABLE_NUMBERS, *COLLECTIVE)
 

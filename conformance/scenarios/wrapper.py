@@ -4,6 +4,7 @@ A residual network trains twice in each scenario: with its blocks wrapped, and i
 without the subject. ``variant`` selects the network's blocks (``ranks/drivers/_blocks.py``).
 """
 
+import random
 from dataclasses import replace
 
 from conformance.scenarios.model import Scenario
@@ -116,10 +117,24 @@ AUTOCAST = replace(
     PLAIN,
     name="wrapper_autocast",
     summary="autocast to bfloat16 in the forward alone, in the backward alone, and around both, "
-    "with the forward in a context that disables it",
+    "with the forward in a context that disables it; some blocks get their input by keyword alone",
     world_sizes=(2,),
     variant="autocast",
 )
+
+# Of the networks that run under autocast.
+_BLOCKS = 3
+
+
+def blocks_by_name(scenario: Scenario, step: int) -> frozenset[int]:
+    """Return the numbers of the blocks that get their input by keyword alone, in networks under
+    autocast: one or two of three. They are drawn, and each block is among them in some step.
+    """
+    key = f"{scenario.session_seed}/{scenario.name}/by name"
+    order = random.Random(key).sample(range(_BLOCKS), _BLOCKS)
+    count = random.Random(f"{key}/{step}").randint(1, 2)
+    return frozenset(order[(step + place) % _BLOCKS] for place in range(count))
+
 
 RAISES = replace(
     PLAIN,

@@ -8,7 +8,7 @@ wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16; the 
                  of signals, images and volumes for convolutions
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
-wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
+wrapper_ranges   for each of six dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
                  2**17; in some steps the one element that is not plain
 wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 4 to 12 rows, no two the same
 wrapper_many     a block of 4,100 to 5,000 layers, and 520 to 700 graphs at once of two blocks; the
@@ -17,7 +17,9 @@ wrapper_inputs   the order of three ways to ask for single gradients, with and w
                  of parameters that are there before
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
 wrapper_written  the order of the ways to change a tensor of a block that has run
-wrapper_long     300 to 380 steps, with batches of 1 to 12 rows
+wrapper_half     the blocks that get their input by keyword
+wrapper_long     300 to 380 steps, with batches of 1 to 12 rows; for each block the step from which
+                 on it draws random numbers; the steps before which the network is evaluated
 """
 
 import random
@@ -60,7 +62,8 @@ RANGES = replace(
     name="wrapper_ranges",
     summary="activations of bfloat16, float16, float32 and float64, with drawn exponents of any "
     "normal number of the dtype; then with zeros, or small whole numbers, in all places but one; "
-    "all results are exact",
+    "and those of complex64 and complex128, conjugated and negated without a copy; all results are "
+    "exact",
     steps=("normal",) * 5,
     world_sizes=(2,),
     variant="training_ranges",
@@ -210,7 +213,8 @@ HALF = replace(
     PLAIN,
     name="wrapper_half",
     summary="the forward runs in float16 by autocast, the backward outside of autocast; in two of "
-    "three steps a forward without gradients comes between them, under another autocast or none",
+    "three steps a forward without gradients comes between them, under another autocast or none; "
+    "some blocks get their input by keyword alone",
     world_sizes=(2,),
     variant="training_half",
 )
@@ -220,12 +224,18 @@ OTHER_FORWARD = "other"
 
 LONG_STEPS = (300, 380)
 
+WAYS_OF_DRAWING = ("module", "settings", "argument", "global", "buffer")
+"""Where blocks of a long run find their share of dropout: in an attribute of nn.Dropout, in a dict
+that all blocks share, in an argument of the forward, in an attribute of a class of the trainer's,
+or in a buffer.
+"""
+
 LONG = replace(
     PLAIN,
     name="wrapper_long",
     summary=f"a small network in float32 in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps, with batches "
-    "of drawn sizes; every third step has one more graph, without a backward; dropout begins at a "
-    "drawn step",
+    "of drawn sizes; every third step has one more graph, without a backward; dropout begins at "
+    "drawn steps, in each block by another way; every 8 to 24 steps the network is evaluated",
     world_sizes=(2,),
     variant="training_long",
     observe=Observation(growth=True),
@@ -249,7 +259,7 @@ def draw_ranges(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the sizes of two blocks of each dtype, and the order of all blocks."""
     params = [
         Param((round(2 ** numbers.uniform(least, most)),), dtype)
-        for dtype in ("bfloat16", "float16", "float32", "float64")
+        for dtype in ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
         for least, most in ((4, 10), (10, 17))
     ]
     numbers.shuffle(params)
@@ -283,20 +293,45 @@ def draw_indices(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def first_with_dropout(scenario: Scenario) -> int:
-    """Return the first step of a long run in which dropout draws; runs made for a number in a
-    subject's code have none.
+    """Return the first step of a long run in which dropout of some block draws."""
+    return min(_steps_with_dropout(scenario))
+
+
+def ways_of_drawing(scenario: Scenario, step: int) -> tuple[str, ...]:
+    """Return those of ``WAYS_OF_DRAWING`` in which blocks draw in a step of a long run."""
+    firsts = zip(WAYS_OF_DRAWING, _steps_with_dropout(scenario), strict=True)
+    return tuple(way for way, first in firsts if step >= first)
+
+
+def _steps_with_dropout(scenario: Scenario) -> tuple[int, ...]:
+    """Return for each of ``WAYS_OF_DRAWING`` the step from which on a block draws.
+
+    In a run made for a number in a subject's code they all begin at one step.
     """
-    return scenario.params[1].shape[0] if len(scenario.params) > 1 else len(scenario.steps)
+    firsts = scenario.params[1].shape if len(scenario.params) > 1 else (len(scenario.steps),)
+    return firsts if len(firsts) > 1 else firsts * len(WAYS_OF_DRAWING)
+
+
+def evaluates_before(scenario: Scenario, step: int) -> bool:
+    """Return whether the network of a long run is evaluated before a step: by eval(), a forward
+    under no_grad, and train(), every 8 to 24 steps.
+    """
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/evaluations")
+    last = 0
+    while last < step:
+        last += numbers.randint(8, 24)
+    return last == step > 0
 
 
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of steps; the first parameter's shape has the rows of the batch of each step,
-    and the second one's is the step from which on there is dropout.
+    and the second one's the steps from which on blocks have dropout.
     """
     count = numbers.randint(*LONG_STEPS)
     rows = tuple(numbers.randint(1, 12) for _ in range(count))
-    late = numbers.randint(LONG_STEPS[0] // 3, LONG_STEPS[0] - 50)
-    return replace(scenario, steps=("normal",) * count, params=(Param(rows), Param((late,))))
+    ends = (LONG_STEPS[0] // 3, LONG_STEPS[0] - 50)
+    late = Param(tuple(numbers.randint(*ends) for _ in WAYS_OF_DRAWING))
+    return replace(scenario, steps=("normal",) * count, params=(Param(rows), late))
 
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {

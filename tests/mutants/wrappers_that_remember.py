@@ -19,14 +19,15 @@ def _in_autocast_of(seen: dict[str, Any]) -> Callable[[torch.nn.Module], torch.n
         seen.update(enabled=enabled, dtype=torch.get_autocast_dtype("cpu"))
         ran: list[bool] = []
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*both: Any) -> Any:
+            named = dict(zip(kwargs, both[len(args) :], strict=True))
             if not ran:
                 ran.append(True)
-                return forward(*args, **kwargs)
+                return forward(*both[: len(args)], **named)
             with torch.autocast("cpu", **seen):
-                return forward(*args, **kwargs)
+                return forward(*both[: len(args)], **named)
 
-        return checkpoint(run, *args, use_reentrant=True, **kwargs)
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=True)
 
     return wrap
 

@@ -171,6 +171,10 @@ Expected: tensors of int32
 Actual: rank 0, step 0, p13: float32 in their place
 Expected: tensors of int64
 Actual: rank 0, step 0, p14: float32 in their place
+Expected: tensors of complex128
+Actual: rank 0, step 0, p24: float32 in their place
+Expected: tensors of complex64
+Actual: rank 0, step 0, p23: float32 in their place
 Expected: tensors of float64
 Actual: rank 0, step 0, p10: float32 in their place
 Expected: messages in the given tensors

@@ -4,7 +4,7 @@ import expecttest
 import torch
 
 from conformance.scenarios import collective as scenarios
-from conformance.scenarios.collective_training import DTYPES
+from conformance.scenarios.collective_training import DTYPES, OPERATED
 from tests.rules.test_messages_of_collectives import called, text
 from tests.rules.test_more_reasons import reasons
 
@@ -79,6 +79,8 @@ def test_reasons_name_the_collective() -> None:
 def test_reasons_name_refused_calls() -> None:
     of_dtypes = called(DTYPES, SUM, refused="TypeError: float32 alone")
     assert "it refuses messages of other dtypes than float32" in reasons("18.34", of_dtypes, SUM)
+    operated = called(OPERATED, SUM, refused="ValueError: SUM alone")
+    assert "it refuses other operations than a sum" in reasons("18.34", operated, SUM)
     claims = "collective(all_gather), rounded(float16)"
     asynchronous = called(scenarios.WAITED, claims, refused="TypeError: no async_op")
     assert "it refuses these calls" in reasons("18.15", asynchronous, claims)

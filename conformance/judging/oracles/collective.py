@@ -306,7 +306,7 @@ def _allowed(
         parts,
         functools.partial(_bound_of_sum, claims) if collective == "all_reduce" else None,
         narrow,
-        torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
+        torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0,
         operation_of(call.form),
         loss_factor(run, claims),
     )
@@ -335,7 +335,8 @@ def _allowed_message(
     """Return the values that may arrive of a message between two places of the group."""
     size = len(group_of(run, call))
     loss = loss_factor(run, claims)
-    message = messages.message(run.scenario, size, step, call.index, source, to).reshape(-1)
+    given = messages.message(run.scenario, size, step, call.index, source, to)
+    message = messages.as_reals(given)
     sent = message.double()
     is_rounded = claims.has("rounded")
     may_overflow = None
@@ -349,7 +350,7 @@ def _allowed_message(
         if dtype == "float16":
             bound = sent.abs() * 2.0**-11 + 2.0**-25
     else:
-        largest, claimed = _bound(run, claims, call, sent, source, step)
+        largest, claimed = _bound(run, claims, call, sent, source, step, given.is_complex())
         bound = SLACK * claimed
         low, high = beyond_float32(sent, bound)
         may_overflow = largest > LARGEST / 2
@@ -374,20 +375,30 @@ def _allowed_message(
 
 
 def _bound(
-    run: Run, claims: Claims, call: Call, sent: torch.Tensor, source: int, step: int
+    run: Run,
+    claims: Claims,
+    call: Call,
+    sent: torch.Tensor,
+    source: int,
+    step: int,
+    is_complex: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what bounds depend on, and the largest error of each element.
 
-    The error is a rough one in the step that 18.1 reads.
+    The error is a rough one in the step that 18.1 reads. Blocks of complex elements may hold their
+    parts in any order, or magnitudes: the bound of all is that of the largest possible magnitude.
     """
     size = len(group_of(run, call))
     largest = 0.0
     for pair in messages.sent(run.scenario, size, source, step, call.index):
-        message = messages.message(run.scenario, size, step, call.index, *pair).double()
+        message = messages.message(run.scenario, size, step, call.index, *pair)
         if message.numel():
-            largest = max(largest, float(message.abs().max()))
-    largest_sent = torch.full_like(sent, largest)
+            largest = max(largest, float(messages.as_reals(message).double().abs().max()))
     collective = run.scenario.options[0]
+    if is_complex:
+        largest *= math.sqrt(2)
+        sent = torch.full_like(sent, largest)
+    largest_sent = torch.full_like(sent, largest)
     anywhere = collective == "all_reduce"
     bound = claimed_bound(claims, sent, largest_sent, anywhere)
     if _is_rough(run, step) and collective not in SUMMING:

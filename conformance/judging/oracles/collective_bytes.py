@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 from conformance.judging.oracles import collective_bounds as bounds
-from conformance.judging.oracles.collective import Call, calls
+from conformance.judging.oracles.collective import Call, calls, group_of
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
@@ -16,7 +16,9 @@ def require_fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     """Require that calls send no more bytes than their format needs, and fewer than float32.
 
     Calls with async_op=True begin before others of the step have ended: their bytes are counted
-    together. Calls that are refused count nothing.
+    together. Calls that are refused count nothing. Nor do those of a rank that is alone in its
+    group, which has nobody to send to, and those that come together on groups of two sizes: nobody
+    tells which of them a collective belongs to.
     """
     together: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
     for call in calls(run):
@@ -26,7 +28,11 @@ def require_fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     if not together:
         found.leaves_out("it refuses these calls")
         return
-    sent = [_require_of_calls(run, claims, found, some) for some in together.values()]
+    sent = []
+    for some in together.values():
+        sizes = {len(group_of(run, call)) for call in some}
+        if len(sizes) == 1 and max(sizes) > 1:
+            sent.append(_require_of_calls(run, claims, found, some, max(sizes)))
     if not any(sent):
         found.checks = 0
         found.does_not_apply(
@@ -34,9 +40,8 @@ def require_fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
         )
 
 
-def _require_of_calls(run: Run, claims: Claims, found: Found, some: list[Call]) -> int:
-    """Require the bytes of some calls together, and return them."""
-    size = run.world
+def _require_of_calls(run: Run, claims: Claims, found: Found, some: list[Call], size: int) -> int:
+    """Require the bytes of some calls together on groups of one size, and return them."""
     sizes = [torch.Size(run.scenario.params[call.index].shape).numel() for call in some]
     numel = sum(sizes)
     unquantized = bounds.FLOAT32 * size * numel

@@ -13,7 +13,8 @@ with other strides. The unit roundoff u of float32 is 2**-24.
               2 * 15 u of the sum of magnitudes, which is about twice the largest magnitude of the
               result or less: 60 u, below 2**-18. From output to input there are ten such sums in
               three blocks. None of them cancels, since there is no softmax, and residual
-              connections keep the factor of a block near 1: ten times 2**-18 is below 2**-14. A
+              connections keep the factor of a block near 1: ten times 2**-18 is below 2**-14. The
+              block and the four layers of ``wrapper_long`` have eight. A
               saved tensor in float16 costs 2**-11 of each element, and one in bfloat16 2**-8. The
               rows of layers of ``wrapper_single`` have no sums: their 41 layers or fewer round each
               element 123 times, which is 2**-17. Its convolutions have inputs of their own. Four

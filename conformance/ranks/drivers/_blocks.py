@@ -250,13 +250,18 @@ class Nest(nn.Module):
 
 
 class Stack(nn.Module):
-    """A layer, blocks, a layer."""
+    """A layer, blocks, a layer.
+
+    Attributes:
+        by_name: the numbers of the blocks that are called by keyword alone.
+    """
 
     def __init__(self, blocks: list[nn.Module], stem: bool = True) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH) if stem else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(WIDTH, WIDTH)
+        self.by_name: frozenset[int] = frozenset()
 
     def wrap(self, wrap: Wrap) -> None:
         """Replace each block by its wrapper."""
@@ -268,7 +273,7 @@ class Stack(nn.Module):
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
             if not used or used[index]:
-                x = block(x)
+                x = block(x=x) if index in self.by_name else block(x)
         return self.head(x)
 
 

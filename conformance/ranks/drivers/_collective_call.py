@@ -72,7 +72,9 @@ class CollectiveCall:
         self.form = messages.form_of(scenario, index)
         self.function: Callable[..., Any] = dist.all_gather
         # Elements that are never written have to show.
-        self.fill = math.nan if dtype.is_floating_point else -7
+        self.fill: complex = math.nan if dtype.is_floating_point else -7
+        if dtype.is_complex:
+            self.fill = complex(math.nan, math.nan)
         sent = list(messages.sent(scenario, size, place, step, index))
         received = list(messages.received(scenario, size, place, step, index))
         self.inputs = [

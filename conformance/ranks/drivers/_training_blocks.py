@@ -11,6 +11,9 @@ from torch import nn
 
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.ranks.drivers._convolutions import convolutions
+from conformance.ranks.drivers._exact_factors import Factors, exact_factors
+from conformance.ranks.drivers._late_draws import late_blocks
+from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.ranks.drivers._written_blocks import written_blocks
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
@@ -68,6 +71,15 @@ class Multiplies(nn.Module):
         self.called = called
         self.first = nn.Parameter(torch.empty(size, dtype=dtype))
         self.second = nn.Parameter(torch.empty(size, dtype=dtype))
+
+    @staticmethod
+    def given(x: torch.Tensor) -> torch.Tensor:
+        """Return the argument of the block for an input."""
+        return x
+
+    def factors(self, numbers: torch.Generator, is_plain_but_one: bool) -> Factors:
+        """Draw the input, the parameters, and the gradient of the output."""
+        return exact_factors(self.first, numbers, is_plain_but_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         WATCH.enters(self.called, x.device.type)
@@ -187,14 +199,20 @@ class Chain(nn.Module):
     Args:
         blocks: these.
         convolutions: blocks beside them, which :meth:`forward` does not run.
+
+    Attributes:
+        asks: whether the output of each block requires a gradient.
+        by_name: the numbers of the blocks that are called by keyword alone.
+        arguments: by the number of a block, the arguments behind its input.
     """
 
     def __init__(self, blocks: list[nn.Module], convolutions: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.convolutions = nn.ModuleList(convolutions)
-        # Whether the output of each block requires a gradient.
         self.asks: list[float] = []
+        self.by_name: frozenset[int] = frozenset()
+        self.arguments: dict[int, tuple[float, ...]] = {}
 
     def wrap(self, wrap: Wrap) -> None:
         """Replace each block by its wrapper."""
@@ -202,10 +220,18 @@ class Chain(nn.Module):
             for index, block in enumerate(blocks):
                 blocks[index] = wrap(block)
 
+    def evaluate(self, x: torch.Tensor) -> None:
+        """Run a forward in evaluation mode, as a trainer does between two steps."""
+        self.eval()
+        with torch.no_grad():
+            self(x)
+        self.train()
+
     def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         self.asks = []
-        for block in self.blocks:
-            x = block(x, *more)
+        for index, block in enumerate(self.blocks):
+            behind = (*more, *self.arguments.get(index, ()))
+            x = block(x=x) if index in self.by_name else block(x, *behind)
             self.asks.append(float(x.requires_grad))
         return x
 
@@ -229,10 +255,12 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
             Wide("small", 64),
         ]
     if scenario.variant == "training_ranges":
-        return [
-            Multiplies(f"block {index}", param.shape[0], getattr(torch, param.dtype))
-            for index, param in enumerate(scenario.params)
-        ]
+        made: list[nn.Module] = []
+        for index, param in enumerate(scenario.params):
+            dtype = getattr(torch, param.dtype)
+            block = Turns if dtype.is_complex else Multiplies
+            made.append(block(f"block {index}", param.shape[0], dtype))
+        return made
     if scenario.variant == "training_indices":
         (rows, _) = scenario.params[0].shape
         return [Looks("block 0", rows), Looks("block 1", rows // 2)]
@@ -246,7 +274,7 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
     if scenario.variant == "training_written":
         return written_blocks()
     if scenario.variant == "training_long":
-        return [Block("block 0")]
+        return late_blocks()
     if scenario.variant == "training_graphs":
         return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
     if scenario.variant == "training_many":

@@ -16,7 +16,8 @@ import torch
 
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
 from conformance.ranks.drivers._convolutions import convolution_shapes, without_tf32
-from conformance.ranks.drivers._exact_factors import clear_all_but_one, exact_factors
+from conformance.ranks.drivers._exact_factors import clear_all_but_one
+from conformance.ranks.drivers._late_draws import draw_in
 from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._training_blocks import (
     COLUMNS,
@@ -27,6 +28,7 @@ from conformance.ranks.drivers._training_blocks import (
 from conformance.ranks.drivers._written_inputs import WrittenStep
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.instruments import process_state
+from conformance.scenarios.wrapper import blocks_by_name
 from conformance.scenarios.wrapper_training import (
     ADDS,
     HALF,
@@ -38,16 +40,17 @@ from conformance.scenarios.wrapper_training import (
     REPLACES,
     RETAINED,
     SPECIAL_VALUES,
+    evaluates_before,
     first_with_dropout,
     has_trained_input,
     order_of_writing,
+    ways_of_drawing,
 )
 from conformance.torch_versions.private import saved_tensors_are_packed
 
 _Value = TypeVar("_Value")
 # Ways to compute one gradient alone, and whether parameters have gradients before.
 _WAYS = tuple(itertools.product(("grad", "backward", "parameter"), (False, True)))
-LATE_DROPOUT = 0.25
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
 MAY_REFUSE = (RETAINED.name, PENALTY.name)
 
@@ -135,12 +138,16 @@ class WrapperTraining:
         rows = BATCH
         if self._scenario.variant == LONG.variant:
             rows = self._scenario.params[0].shape[self._driver.recorder.step]
-            self._inside[0].dropout.p = LATE_DROPOUT if self._draws() else 0.0
+            ways = ways_of_drawing(self._scenario, self._driver.recorder.step)
+            self._net.arguments = draw_in(ways, self._inside)
             WATCH.generator = generators if self._draws() else None
+            if evaluates_before(self._scenario, self._driver.recorder.step):
+                self._net.evaluate(self._input(rows))
         x = self._input(rows)
         casts: torch.autocast | nullcontext[None] = nullcontext()
         if self._scenario.variant == HALF.variant:
             casts = torch.autocast(self._driver.device.type, dtype=torch.float16)
+            self._net.by_name = blocks_by_name(self._scenario, self._driver.recorder.step)
         WATCH.phase = "forward"
         if self._scenario.variant == LONG.variant and self._driver.recorder.step % 3 == 1:
             # Nobody runs the backward of this one.
@@ -222,16 +229,16 @@ class WrapperTraining:
         grads = []
         WATCH.phase = "forward"
         for block, inside in zip(self._net.blocks, self._inside, strict=True):
-            factors = exact_factors(inside.first, self._values, step > SPECIAL_VALUES)
+            factors = inside.factors(self._values, step > SPECIAL_VALUES)
             with torch.no_grad():
                 inside.first.copy_(factors.first)
                 inside.second.copy_(factors.second)
-            if step == SPECIAL_VALUES:
+            if step == SPECIAL_VALUES and factors.x.dim() == 1:
                 ends = torch.tensor([math.inf, -math.inf, math.nan], dtype=factors.x.dtype)
                 factors.x.view(-1)[[0, len(factors.x) // 2, -1]] = ends.to(factors.x.device)
             inputs.append(factors.x.requires_grad_())
             grads.append(factors.grad)
-            outputs.append(block(inputs[-1]))
+            outputs.append(block(inside.given(inputs[-1])))
         WATCH.phase = "backward"
         torch.autograd.backward(outputs, grads)
         for index, (x, output) in enumerate(zip(inputs, outputs, strict=True)):

@@ -33,6 +33,7 @@ class CollectiveDriver(RankDriver):
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._tensors_of_calls: TensorsOfCalls = {}
         self._refuses_async = False
+        self._may_be_async: bool | None = None
         # By whether calls have async_op=True.
         self._refuses_outside: dict[bool, bool] = {}
         self._has_waited = False
@@ -99,6 +100,39 @@ class CollectiveDriver(RankDriver):
             other.function = call.function
             self._make_outside(other)
 
+    def _call_outside_meanwhile(self, call: CollectiveCall) -> None:
+        """Begin a call, make one as on a rank outside of the group, and wait for the first one.
+
+        So does a loop over groups that waits for its calls at the end.
+        """
+        call.is_asynchronous = True
+        with self.inside(self.scenario.options[0]):
+            call.begin()
+        self._call_outside_too(call)
+        with self.inside(self.scenario.options[0]):
+            call.is_waited_for = True
+            call.wait()
+        call.keep()
+
+    def _takes_async(self, call: CollectiveCall) -> bool:
+        """Return whether calls may have async_op=True, which a call of another object tells.
+
+        The call of an object that refuses it may have changed what the object keeps.
+        """
+        if self._may_be_async is None:
+            other = self._call(call.step, call.index)
+            other.is_asynchronous = True
+            other.function = self._make_collective()
+            with self.inside(self.scenario.options[0]):
+                try:
+                    other.begin()
+                    other.wait()
+                    self._may_be_async = True
+                except Exception:
+                    self._may_be_async = False
+            self.collectives.take_sent()
+        return self._may_be_async
+
     def _enter_world(self) -> None:
         self.group = dist.group.WORLD
         self.group_rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -137,7 +171,11 @@ class CollectiveDriver(RankDriver):
             return
         for call in calls:
             self._prepare(step, [call])
-            if messages.is_outside_too(self.scenario, step, call.index):
+            moment = messages.outside_too(self.scenario, step, call.index)
+            if moment == messages.MEANWHILE and self._takes_async(call):
+                self._call_outside_meanwhile(call)
+                continue
+            if moment:
                 self._call_outside_too(call)
             self._make_calls([call])
 

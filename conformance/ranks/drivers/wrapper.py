@@ -36,7 +36,7 @@ from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.interrupts import ERROR, INTERRUPTS_OF_FORWARDS, drawn_interrupts
-from conformance.scenarios.wrapper import LIMITED
+from conformance.scenarios.wrapper import LIMITED, blocks_by_name
 from conformance.scenarios.wrapper_training import TRAINING
 from conformance.torch_versions.private import saved_tensors_are_packed
 
@@ -176,6 +176,7 @@ class WrapperDriver(RankDriver):
         """Return the contexts around this step's forward and its backward."""
         if self.scenario.variant != "autocast":
             return nullcontext(), nullcontext()
+        self._net.by_name = blocks_by_name(self.scenario, self.recorder.step)
 
         def cast(enabled: bool = True) -> torch.autocast:
             return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)

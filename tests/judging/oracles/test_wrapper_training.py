@@ -1,16 +1,20 @@
 """Bounds of wrapped modules in float32: above another order of summation, below fewer bits."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
 from conformance.judging.oracles.wrapper import differing_elements
 from conformance.judging.oracles.wrapper_training import SHORT_SUMS, TOLERANCES
 from conformance.ranks.drivers._exact_factors import exact_factors
+from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.model import Param
+from conformance.scenarios.wrapper import blocks_by_name
 from conformance.scenarios.wrapper_training import (
     GRAPHS,
+    HALF,
     INDICES,
     LARGE,
     LARGEST,
@@ -21,7 +25,10 @@ from conformance.scenarios.wrapper_training import (
     MANY_LAYERS,
     PENALTY,
     SMALLEST,
+    WAYS_OF_DRAWING,
+    evaluates_before,
     first_with_dropout,
+    ways_of_drawing,
 )
 
 
@@ -59,6 +66,53 @@ def test_drawn_numbers_are_in_their_ranges() -> None:
 def test_a_run_for_a_number_of_steps_has_no_dropout() -> None:
     probe = replace(LONG, steps=("normal",) * 9, params=(Param((1,) * 9),))
     assert first_with_dropout(probe) == 9
+
+
+def test_blocks_draw_by_one_way_after_another_and_evaluations_come_between() -> None:
+    for seed in range(20):
+        scenario = drawn(LONG, seed)
+        first = first_with_dropout(scenario)
+        steps = range(len(scenario.steps))
+        assert not ways_of_drawing(scenario, first - 1)
+        assert ways_of_drawing(scenario, first)
+        assert ways_of_drawing(scenario, steps[-1]) == WAYS_OF_DRAWING
+        evaluated = [step for step in steps if evaluates_before(scenario, step)]
+        assert {later - one for one, later in pairwise(evaluated)} <= {*range(8, 25)}
+        assert sum(step > first for step in evaluated) >= 2
+
+
+def test_each_block_gets_its_input_by_name_in_some_step() -> None:
+    for seed in range(20):
+        named = [blocks_by_name(drawn(HALF, seed), step) for step in range(3)]
+        assert frozenset().union(*named) == {0, 1, 2}
+        assert all(1 <= len(numbers) <= 2 for numbers in named)
+
+
+def test_turning_blocks_are_exact_and_save_bits() -> None:
+    block = Turns("block", 50, torch.complex64)
+    factors = block.factors(torch.Generator().manual_seed(0), is_plain_but_one=False)
+    saved = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append((tensor.is_conj(), tensor.is_neg()))
+        return tensor
+
+    results = []
+    for wide in (False, True):
+        x = factors.x.to(torch.float64 if wide else torch.float32, copy=True)
+        block = block.double() if wide else block
+        with torch.no_grad():
+            block.first.copy_(factors.first)
+            block.second.copy_(factors.second)
+        block.zero_grad()
+        x.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = block(block.given(x))
+        output.backward(factors.grad.to(output.dtype))
+        gradients = (x.grad, block.first.grad, block.second.grad)
+        results.append([tensor.double() for tensor in (output, *gradients)])  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert {(True, False), (False, True)} <= set(saved)
 
 
 def test_plain_factors_are_exact_in_eight_bits_but_for_one() -> None:
