@@ -154,7 +154,7 @@ OWN_BUFFERS = replace(
 GROUP_BUFFERS = replace(
     BUFFERS,
     name="strategy_group_buffers",
-    summary="the same on two disjoint subgroups of WORLD",
+    summary="the scenario `strategy_buffers` on two disjoint subgroups of WORLD",
     groups=SUBGROUPS.groups,
     prerequisite="strategy_subgroups",
 )
