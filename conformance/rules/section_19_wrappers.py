@@ -441,8 +441,7 @@ def buffers(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """After each step the running statistics of batch norm are those without the wrapper.
 
     torch's checkpoints run the forward twice and leave buffers to it: momentum counts twice, and
-    evaluation differs. With the claim draws_anew the first step alone is judged: gradients are
-    others, so that later steps have other parameters.
+    evaluation differs. With the claim draws_anew later steps than the first have other parameters.
     """
     require_same_buffers(runs, found, in_first_step=claims.has("draws_anew"))
 
