@@ -31,6 +31,7 @@ from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_
 from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
 from conformance.scenarios.wrapper import ATTRIBUTES
 from conformance.scenarios.wrapper_training import (
+    COMPLEX,
     FROZEN,
     GRAPHS,
     HALF,
@@ -79,8 +80,8 @@ def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 @parity_rule(
     "19.24",
     "Large activations are as precise as small ones",
-    on=(LARGE, RANGES),
-    owns=(LARGE, RANGES),
+    on=(LARGE, RANGES, COMPLEX),
+    owns=(LARGE, RANGES, COMPLEX),
     needs=("19.23",),
     source="torch documentation, torch.autograd.graph.saved_tensors_hooks; activations of training "
     "have millions of elements, and those of padded batches are zeros for the most part",
@@ -105,10 +106,15 @@ def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     tells nothing of that one.
 
     Blocks of complex64 and complex128, in two sizes each, have exact results of moderate
-    magnitudes. They get a conjugated input, and save conjugated and negated tensors: views whose
-    memory is that of the others.
+    magnitudes, or the wrapper raises an error. They get a conjugated input, and save conjugated and
+    negated tensors: views whose memory is that of the others.
     """
-    require_same_training(runs, found)
+    of_complex = {
+        name: run for name, run in runs.items() if run.scenario.variant == COMPLEX.variant
+    }
+    others = {name: run for name, run in runs.items() if name not in of_complex}
+    require_same_training(others, found)
+    require_same_or_refused(of_complex, found)
 
 
 @parity_rule(

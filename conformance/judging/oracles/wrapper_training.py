@@ -7,8 +7,9 @@ with other strides. The unit roundoff u of float32 is 2**-24.
 
     2**-20    ``wrapper_large``: every element is computed for itself, by fewer than 16 operations
               from the input to its gradient. Another kernel rounds each of them once: 16 u.
-    0         ``wrapper_ranges``: all results are exact (``drivers/_exact_factors.py``), so that
-              every element has to be the same number, whatever its magnitude.
+    0         ``wrapper_ranges``, ``wrapper_complex``: all results are exact
+              (``drivers/_exact_factors.py``, ``drivers/_turning_blocks.py``), so that every element
+              has to be the same number, whatever its magnitude.
     2**-14    The other networks: a sum has at most 16 terms. Two orders of it differ by at most
               2 * 15 u of the sum of magnitudes, which is about twice the largest magnitude of the
               result or less: 60 u, below 2**-18. From output to input there are ten such sums in
@@ -48,6 +49,7 @@ from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.wrapper_training import (
+    COMPLEX,
     HALF,
     LARGE,
     PENALTY,
@@ -64,6 +66,7 @@ SHORT_SUMS = 2.0**-14
 TOLERANCES = {
     LARGE.variant: 2.0**-20,
     RANGES.variant: 0.0,
+    COMPLEX.variant: 0.0,
     PENALTY.variant: 2.0**-12,
     HALF.variant: 2.0**-6,
 }

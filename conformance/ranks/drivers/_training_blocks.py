@@ -254,7 +254,7 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
             *(Wide(f"block {index}", size) for index, size in enumerate(sizes)),
             Wide("small", 64),
         ]
-    if scenario.variant == "training_ranges":
+    if scenario.variant in ("training_ranges", "training_complex"):
         made: list[nn.Module] = []
         for index, param in enumerate(scenario.params):
             dtype = getattr(torch, param.dtype)

@@ -31,6 +31,7 @@ from conformance.ranks.instruments import process_state
 from conformance.scenarios.wrapper import blocks_by_name
 from conformance.scenarios.wrapper_training import (
     ADDS,
+    COMPLEX,
     HALF,
     INDICES,
     LARGE,
@@ -52,7 +53,7 @@ _Value = TypeVar("_Value")
 # Ways to compute one gradient alone, and whether parameters have gradients before.
 _WAYS = tuple(itertools.product(("grad", "backward", "parameter"), (False, True)))
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
-MAY_REFUSE = (RETAINED.name, PENALTY.name)
+MAY_REFUSE = (RETAINED.name, PENALTY.name, COMPLEX.name)
 
 
 class WrapperTraining:
@@ -79,6 +80,7 @@ class WrapperTraining:
             "training_single": self._single,
             "training_large": self._large,
             "training_ranges": self._ranges,
+            "training_complex": self._ranges,
             "training_graphs": self._graphs,
             "training_many": self._many,
             "training_retained": self._retained,
@@ -449,8 +451,7 @@ class WrapperTraining:
             indices = torch.randint(size, (BATCH, LOOKS), generator=self._values)
             indices[0, 0] = size - 1
             order = torch.randint(LOOKS, (BATCH, LOOKS, COLUMNS), generator=self._values)
-            device = self._driver.device
-            outputs = block(outputs, indices.to(device), order.to(device))
+            outputs = block(outputs, *(one.to(x.device) for one in (indices, order)))
         WATCH.phase = "backward"
         outputs.backward(self._drawn(outputs.shape))
         self._keep("output/0", outputs)
