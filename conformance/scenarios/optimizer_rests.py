@@ -24,7 +24,7 @@ RESTS = replace(
     name="optimizer_rests",
     summary="of twelve parameters seven have no gradient in many steps: for up to 300 steps in a "
     "row, in turns, in all steps but every so many, or until their first one; three are frozen "
-    "then; four more have zeros as their gradients, or in some rows of them",
+    "then; four more have gradients of zeros, in whole or in some rows",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
