@@ -343,9 +343,10 @@ def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load a state of step 203 to 703, or of later ones
     after a longer warm-up, give the bits that the old processes go on to give.
 
-    The number of steps, and the size and dtype of the model's one parameter, 257 to 1,019 elements
-    of float16 or bfloat16, are drawn. A state with load_state_dict also gives the same bits again
-    in float32 if its own process loads it 300 to 500 steps after it was saved.
+    A state with load_state_dict also gives the same bits again if its own process loads it 300 to
+    500 steps after it was saved. The model's one parameter is of float16 in one of these two runs,
+    and of bfloat16 in the other one, which is drawn; so are its size, 257 to 1,019, and the numbers
+    of steps.
     """
     saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)

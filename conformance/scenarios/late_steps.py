@@ -41,8 +41,9 @@ ROLLED_BACK_LATE = replace(
     ROLLED_BACK,
     name="rolled_back_late",
     summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the "
-    "state, and repeats the first 12 of these; all of it is drawn",
-    params=(Param((509,)),),
+    "state, and repeats the first 12 of these; all of it is drawn, and the parameter is of the "
+    "other one of float16 and bfloat16",
+    params=(Param((509,), "float16"),),
 )
 REPEATED = 12
 
@@ -54,10 +55,16 @@ def draw_late(scenario: Scenario, draws: random.Random) -> Scenario:
     return replace(scenario, unrecorded_steps=draws.randint(FEWEST, MOST))
 
 
+def _halves(scenario: Scenario) -> list[str]:
+    """Return the dtype that new processes load, and the one that the same process loads."""
+    draws = random.Random(f"{scenario.session_seed}/halves")
+    return draws.sample(("float16", "bfloat16"), 2)
+
+
 def draw_saved_late(scenario: Scenario, _: random.Random) -> Scenario:
     """Draw the number of steps and the size, alike for both runs."""
     draws = random.Random(f"{scenario.session_seed}/saved late")
-    params = (Param((draws.randint(257, 1019),), draws.choice(("float16", "bfloat16"))),)
+    params = (Param((draws.randint(257, 1019),), _halves(scenario)[0]),)
     return replace(scenario, params=params, unrecorded_steps=draws.randint(200, 700))
 
 
@@ -66,7 +73,7 @@ def draw_rolled_back_late(scenario: Scenario, draws: random.Random) -> Scenario:
     saves_at, later = scenario.resume.saves_at, draws.randint(300, 500)
     return replace(
         scenario,
-        params=(Param((draws.randint(257, 1019),)),),
+        params=(Param((draws.randint(257, 1019),), _halves(scenario)[1]),),
         steps=scenario.steps[:saves_at] + ("constant",) * (later + REPEATED),
         unrecorded_steps=draws.randint(0, 40),
         resume=replace(scenario.resume, rolls_back_at=saves_at + later),
