@@ -139,7 +139,6 @@ NOT_RUN = {
     "pytest --thorough": "takes hours",
     "python -m tests.thresholds": "takes hours",
     "python -m tests.soak --runs 20 --judges 6": "takes hours",
-    "python -m tests.soak --parts --judges 2": "takes hours",
     "python -m tests.kill_rate": "takes hours",
     "python -m tests.versions": "takes half an hour; tox -e torch2.13 runs it",
     "tox -e torch2.6 -- --small": "installs another torch",
