@@ -50,7 +50,8 @@ class LateBlock(nn.Module):
             "global": Schedule.share,
             "buffer": self.share.item() if self.way == "buffer" else 0.0,
         }[self.way]
-        return x + functional.dropout(torch.tanh(self.linear(x)), share, self.training)
+        # GELU saves its input. A graph without a backward never goes if hooks keep its own outputs.
+        return x + functional.dropout(functional.gelu(self.linear(x)), share, self.training)
 
 
 def late_blocks() -> list[nn.Module]:
