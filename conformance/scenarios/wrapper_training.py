@@ -281,7 +281,7 @@ def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 def draw_ranges(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the sizes of two blocks of each dtype, and the order of all blocks."""
-    dtypes = ("bfloat16", "float16", "float32", "float64")
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32", "float64")
     if scenario.variant == COMPLEX.variant:
         dtypes = ("complex64", "complex128")
     params = [
