@@ -5,8 +5,8 @@ times one factor c, between 0 and 1, and the same for all parameters and on all 
 divisor is such a factor, too: D / D', with a whole number D'. And a factor may be that of steps
 with joined ranks alone. So factors are taken for those of clipping if
 
-    D / c is no whole number up to 64 for one of them at least
-    not all of them are the same, if there are two or more
+    D / c is no whole number up to 64 for one factor at least
+    not all factors are the same, if there are two or more
     steps in which all ranks train have some, too, or are so few that chance may leave them out
 
 Chance. If n of N steps beside joined ranks are clipped, then p = (n + 1) / (N + 2) is an estimate
