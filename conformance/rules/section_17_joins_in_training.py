@@ -76,8 +76,9 @@ def gradients(run: Run, claims: Claims, found: Found) -> None:
     are means or sums; the rule does not apply if they are neither, or if the joinable leaves none.
     A joinable whose join_hook does not name that argument has one of the two divisors throughout.
     Gradients may be clipped by their norm: by one factor below 1 for all parameters and on all
-    ranks, if steps in which all ranks train have several such factors, too. The bound is
-    (W + m + 2) eps times the mean of magnitudes, for m backwards in a step.
+    ranks, which differs from step to step. That it is also there if all ranks train is judged in
+    many contexts (17.26). The bound is (W + m + 2) eps times the mean of magnitudes, for m
+    backwards in a step.
     """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)

@@ -23,7 +23,7 @@ WHOLE_AGAIN = 2
 FIRST_PART = 3
 SECOND_PART = 4
 
-# The same steps in contexts of one joinable, two of which are broken off or disabled.
+# The same steps in contexts of one joinable; one is broken off, and one is disabled.
 INTERRUPTED = (5, 6, 7, 8)
 
 # A schedule in one context, and after two joins.
@@ -34,7 +34,7 @@ SCHEDULE_AFTER_JOINS = 12
 
 _FIRST_UNEVEN = 13
 _STEPS = (9, 11)
-_SHADOWS = 4  # at least; elements that chance leaves as they are do not stay so in all of them
+_SHADOWS = 4  # at least; chance leaves no element as it is in so many steps
 _STEPS_OF_SCHEDULE = (100, 140)
 
 
@@ -81,7 +81,7 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
     """Return the contexts.
 
     There are 9 to 11 steps, N, and the first of two contexts has 2 to N - 3. In a row of four the
-    first one has 2 or 3; an exception ends the second or the third of them, after 0 to 2 steps, and
+    first one has 2 or 3; an exception ends the second or the third one, after 0 to 2 steps, and
     the other one is disabled, with none. A rank that runs out has 2 or 3 inputs, and shadows four
     steps or more.
 
@@ -129,7 +129,7 @@ def uneven_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
 
 
 def _inputs(draw: random.Random, size: int, late: int, steps: int) -> tuple[int, ...]:
-    """Return inputs of which one rank has the most."""
+    """Return inputs; one rank has the most."""
     fewer = [draw.randint(2, 3) for _ in range(size - 1)]
     most = draw.randint(max(fewer) + _SHADOWS, steps - 2)
     return tuple(most if rank == late else fewer.pop() for rank in range(size))

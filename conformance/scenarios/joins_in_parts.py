@@ -10,8 +10,8 @@ from conformance.scenarios.joinable import PLAIN
 IN_PARTS = replace(
     PLAIN,
     name="joinable_in_parts",
-    summary="the same steps in one context and in several, one of which is broken off, and one "
-    "disabled; a hundred steps after two joins; uneven inputs of each rank, once with values on "
+    summary="the same steps in one context and in several; one is broken off, and one "
+    "is disabled; a hundred steps after two joins; uneven inputs of each rank, once with values on "
     "the rank that has joined that are out of date; the numbers are drawn",
     variant="in_parts",
     world_sizes=(2,),
@@ -21,7 +21,7 @@ IN_PARTS = replace(
 TWO_JOINED = replace(
     IN_PARTS,
     name="joinable_two_joined",
-    summary="uneven inputs of three ranks, each of which trains longest in turn, once with values "
+    summary="uneven inputs of three ranks, which train longest in turn, once with values "
     "on the two others that are out of date; the numbers are drawn",
     world_sizes=(),
     size=3,

@@ -131,12 +131,9 @@ MUTANTS = [
         Mutant(name, ("17.19",), kind="joinable")
         for name in ("PacksItsCounts", "SendsDigits", "TakesTheLargestCount")
     ),
-    *(
-        Mutant(name, ("17.18",), kind="joinable")
-        for name in ("ClipsBesideJoinedRanks", "ClipsEachParameter")
-    ),
+    *(Mutant(name, ("17.18",), kind="joinable") for name in ("ClipsEachParameter",)),
     *(
         Mutant(name, ("17.26",), kind="joinable")
-        for name in ("WeakensFromTheTwentiethStep", "ClipsAndRepeats")
+        for name in ("ClipsBesideJoinedRanks", "WeakensFromTheTwentiethStep", "ClipsAndRepeats")
     ),
 ]

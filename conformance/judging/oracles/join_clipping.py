@@ -2,12 +2,16 @@
 
 A joinable may clip mean gradients by their norm: then each gradient of the step is the right one
 times one factor c, between 0 and 1, and the same for all parameters and on all ranks. A wrong
-divisor is such a factor, too: D / D', with a whole number D'. And a factor that some steps have and
-others have not may be that of joined ranks alone. So a factor is taken for that of clipping if
-steps in which all ranks train show it:
+divisor is such a factor, too: D / D', with a whole number D'. And a factor may be that of steps
+with joined ranks alone. So factors are taken for those of clipping if
 
-    one of them at least has a factor for which D / c is no whole number up to 64
-    not all of them have the same factor, if there are two or more
+    D / c is no whole number up to 64 for one factor at least
+    not all factors are the same, if there are two or more
+    steps in which all ranks train have some, too, or are so few that chance may leave them out
+
+Chance. If n of N steps beside joined ranks are clipped, then p = (n + 1) / (N + 2) is an estimate
+of the share of such steps, and the probability that none of m others is clipped is (1 - p)^m. It
+has to be above one in a million: a hundred contexts have enough steps to tell.
 
 Factor. Let g be the gradients of a step, r the right ones, and b the bounds of their errors. Then
 g = c r + e with |e| <= c b + eps |g|, for one more rounding of a product. The estimate
@@ -22,6 +26,7 @@ import torch
 from conformance.judging.verdict import Failure, Found
 
 LARGEST_DIVISOR = 64
+_BY_CHANCE = 1e-6
 _APART = 1e-4  # factors of two steps; those of norms of random gradients are further apart
 
 Gradient = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -42,28 +47,43 @@ class Factor:
 
 
 class Clipping:
-    """Steps whose gradients have a common factor below 1, and the failures that these would be."""
+    """Steps whose gradients have a common factor below 1, and the failures that these would be.
+
+    Attributes:
+        steps: the numbers of steps by whether all ranks train in them.
+        factors: of steps that have one, likewise.
+        failures: the failures of these.
+    """
 
     def __init__(self) -> None:
-        self.shown: list[Factor] = []
+        self.steps = {True: 0, False: 0}
+        self.factors: dict[bool, list[Factor]] = {True: [], False: []}
         self.failures: list[Failure] = []
 
     def note(self, factor: Factor, failures: list[Failure], all_train: bool) -> None:
-        """Add a step."""
+        """Add the factor of a step."""
         self.failures += failures
-        if all_train:
-            self.shown.append(factor)
+        self.factors[all_train].append(factor)
 
     @property
-    def is_shown(self) -> bool:
-        """Whether steps in which all ranks train show that the joinable clips."""
-        values = [factor.value for factor in self.shown]
-        is_constant = len(values) > 1 and max(values) - min(values) <= _APART * max(values)
-        return not is_constant and any(not factor.is_of_divisor for factor in self.shown)
+    def is_clipping(self) -> bool:
+        """Whether the factors are those of a joinable that clips."""
+        factors = [*self.factors[True], *self.factors[False]]
+        values = [factor.value for factor in factors]
+        if len(values) > 1 and max(values) - min(values) <= _APART * max(values):
+            return False
+        return any(not factor.is_of_divisor for factor in factors) and not self._is_of_joined_alone
+
+    @property
+    def _is_of_joined_alone(self) -> bool:
+        if self.factors[True]:
+            return False
+        share = (len(self.factors[False]) + 1) / (self.steps[False] + 2)
+        return (1 - share) ** self.steps[True] < _BY_CHANCE
 
     def settle(self, found: Found) -> None:
         """Add the failures, unless the joinable clips."""
-        if not self.is_shown:
+        if not self.is_clipping:
             found.failures += self.failures
 
 

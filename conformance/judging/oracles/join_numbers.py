@@ -117,10 +117,13 @@ def require_gradients_of_trainers(
                 _require_gradient(run, fed, trial, is_mean, own)
             found.checked(trial.checks)
             factor = _factor(run, fed_together, is_mean, own) if trial.failures else None
+            all_train = _all_train(fed_together[0])
+            # Some even context has none: it shows the meaning of gradients.
+            of_run.steps[all_train] += context not in even_contexts
             if factor is None:
                 found.failures += trial.failures
             else:
-                of_run.note(factor, trial.failures, _all_train(fed_together[0]))
+                of_run.note(factor, trial.failures, all_train)
     if clipping is None:
         of_run.settle(found)
 
@@ -421,7 +424,7 @@ def _are_clipped(run: Run, places: list[Place], clipping: Clipping) -> bool:
         if factor is None:
             return False
         clipping.note(factor, [], all_train=True)
-    return clipping.is_shown
+    return clipping.is_clipping
 
 
 def _cause(run: Run, place: Place) -> str:

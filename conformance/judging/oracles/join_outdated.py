@@ -88,8 +88,8 @@ def _require_same_state(
     right, repeated, got = states
     compared = [name for name, value in right.items() if repeated.get(name) == value]
     other = [name for name in compared if got.get(name) != right[name]]
-    # Elements and numbers, of which there are few, come first. Then come values that the ranks have
-    # in common: one of them may be sent as it is.
+    # Elements and numbers, as there are few, come first. Then come values that the ranks have in
+    # common: one may be sent as it is.
     names.sort(
         key=lambda name: (
             name.startswith("gradient"),

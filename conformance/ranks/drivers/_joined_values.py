@@ -1,7 +1,7 @@
-"""The values of a joinable on a rank that joins early: tensors, elements of them, and numbers.
+"""The values of a joinable on a rank that joins early: tensors, their elements, and numbers.
 
 The driver finds the values that the steps of the rank change, and its shadows leave as they are. In
-another run of the same context some of them go back by one step after the first shadow.
+another run of the same context some values go back by one step after the first shadow.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Kept:
 
     Attributes:
         whole: the names of tensors and numbers.
-        parts: the elements of tensors of which others have changed in shadows.
+        parts: the elements of tensors, if shadows have changed others there.
     """
 
     whole: set[str] = field(default_factory=set)
@@ -238,7 +238,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def differing(one: torch.Tensor, other: torch.Tensor | None) -> Mask:
-    """Return the elements of the first tensor that differ; all of them if the other one has not
+    """Return the elements of the first tensor that differ; all elements if the other one has not
     their shape.
     """
     if other is None or one.shape != other.shape:

@@ -7,14 +7,14 @@ context shows it.
 
 In a context with uneven inputs the driver finds the values that the steps of a rank change, and its
 shadows leave as they are. When the same context is run again, with a new joinable, the driver sets
-some of them back by one step after the first shadow: the gradients, and the tensors that all ranks
+some values back by one step after the first shadow: the gradients, and the tensors that all ranks
 hold alike after a join. So the rank holds the values of one that has joined a step earlier.
 
 Elements and numbers. Some elements of a tensor may stay in shadows while others change, by chance
 too: no input of a step has a word of an embedding, say. So elements go back by themselves only if
 each step with even inputs has changed them, and no shadow; those of a parameter, or of a state for
 it, only if autograd has computed a gradient other than 0 for them in each step that was shadowed. A
-number in floating point, such as the mean of norms, may be that of the rank's own inputs, of which
+number in floating point, such as the mean of norms, may be that of the rank's own inputs, and
 ranks have seen as many after even inputs. Elements and numbers therefore go back only if they are
 the same on all ranks after the join of the uneven inputs, too.
 """

@@ -49,29 +49,38 @@ def test_other_gradients_have_no_common_factor(
     assert common_factor(ranks, 2) is None
 
 
-def of(*factors: tuple[float, bool, bool]) -> Clipping:
+def of(*factors: tuple[float, bool, bool], others: int = 0) -> Clipping:
+    """Return clipped steps.
+
+    Args:
+        factors: their factors, whether these are of divisors, and whether all ranks train.
+        others: the number of steps that are not clipped, in which all ranks train.
+    """
     clipping = Clipping()
+    clipping.steps[True] += others
     for value, is_of_divisor, all_train in factors:
+        clipping.steps[all_train] += 1
         clipping.note(Factor(value, is_of_divisor), [Failure("right", "wrong")], all_train)
     return clipping
 
 
 @pytest.mark.parametrize(
-    ("clipping", "is_shown"),
+    ("clipping", "is_clipping"),
     [
         (of((0.31, False, True)), True),
         (of((0.31, False, True), (0.5, True, True)), True),
-        (of((0.31, False, True), (0.31, False, False)), True),
-        (of((0.31, False, True), (0.31, False, True)), False),
+        (of((0.31, False, False), (0.7, False, False), others=3), True),
+        (of((0.31, False, False), (0.7, False, False), others=99), False),
+        (of((0.31, False, False), (0.7, False, True), others=99), True),
+        (of((0.31, False, True), (0.31, False, False)), False),
         (of((0.5, True, True), (2 / 3, True, True)), False),
-        (of((0.31, False, False), (0.7, False, False)), False),
         (of(), False),
     ],
 )
-def test_clipping_has_several_factors_in_steps_of_all_ranks(
-    clipping: Clipping, is_shown: bool
+def test_factors_of_clipping_differ_and_come_if_all_ranks_train(
+    clipping: Clipping, is_clipping: bool
 ) -> None:
     found = Found()
     clipping.settle(found)
-    assert clipping.is_shown is is_shown
-    assert len(found.failures) == (0 if is_shown else len(clipping.failures))
+    assert clipping.is_clipping is is_clipping
+    assert len(found.failures) == (0 if is_clipping else len(clipping.failures))
