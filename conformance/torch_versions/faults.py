@@ -65,7 +65,12 @@ def lines_of(version: str, backend: str) -> dict[str, list[str]]:
 
 
 def fault_behind(version: str, scenario: Scenario, message: str) -> Fault | None:
-    """Return the fault that explains an error while a scenario's model was made, or None."""
+    """Return the fault that explains an error while a scenario's model was made, or None.
+
+    Collectives have no model.
+    """
+    if scenario.kind == "collective":
+        return None
     for fault in faults_of(version):
         dtypes = {spec.dtype for spec in scenario.params}
         has_dtype = any(dtype.startswith(fault.dtypes) for dtype in dtypes)

@@ -223,6 +223,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "",
             "it has no state that can be saved before its first step",
         ),
+        (
+            "23.9",
+            having(made_run, "sent", collectives=[["allreduce", 64]]),
+            "compressed(ratio=0.5)",
+            "a rank has no record of the bytes that it has sent",
+        ),
         ("14.20", averaged, "like(GossipModelAverager)", "the reference keeps no moving average"),
         (
             "14.26",

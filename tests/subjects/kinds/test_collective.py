@@ -342,7 +342,8 @@ def test_each_rank_of_an_uneven_gather_has_more_than_others_in_some_call(size: i
             [messages.shape_of(scenario, size, index, source, 0)[0] for source in range(size)]
             for index in range(len(scenario.params))
         ]
-        assert all(len({*of_call}) == size for of_call in rows)
+        # In the other calls some ranks have no rows.
+        assert all(len({*of_call}) == size for of_call in rows if all(of_call))
         for first, second in itertools.permutations(range(size), 2):
             assert any(of_call[first] < of_call[second] for of_call in rows)
 
