@@ -1,4 +1,4 @@
-"""Mutants of 17.19, of joinables with integers, and of 17.18 and 17.26, of those that clip."""
+"""Mutants of 17.19: joinables with integers; and of 17.18 and 17.26: joinables that clip."""
 
 from typing import Any
 

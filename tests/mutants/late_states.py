@@ -117,7 +117,7 @@ class WiderThanHalf(NarrowSaves):
 
 
 def keeps_a_quarter(state: NarrowSaves, bucket: Bucket) -> Result:
-    """Send the largest quarter of what is there, and note the dtype of each parameter."""
+    """Send the largest quarter with feedback, and note the dtype of each parameter."""
     for key in state.keys(bucket):
         state.dtypes[key] = bucket.buffer().dtype
     return compression_hook(state, bucket)

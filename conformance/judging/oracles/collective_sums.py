@@ -163,7 +163,7 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_end(part: Allowed) -> torch.Tensor:
-    """Return the values as they are sent; of those that are not finite the finite end, or 0."""
+    """Return the values as they are sent; in place of an infinity its finite end, or 0."""
     ends = _finite(part.low) + _finite(part.high)
     return torch.where(part.exact.isfinite(), part.exact, ends)
 

@@ -416,7 +416,7 @@ def _factor(run: Run, places: list[Place], is_mean: bool, own: set[bool]) -> Fac
 
 
 def _are_clipped(run: Run, places: list[Place], clipping: Clipping) -> bool:
-    """Whether the gradients of an even context are means, and some of them are clipped."""
+    """Whether an even context has clipped means as its gradients."""
     for step in _by_step(places):
         if all(fits(run, place, len(place[0].group)) for place in step):
             continue

@@ -79,8 +79,8 @@ def _require_same_state(
 
     Args:
         states: of the rank that trains: twice without such values, and with them.
-        names: of these values.
-        numbers: the names of those that are numbers.
+        names: the names of these values.
+        numbers: those names that belong to numbers.
         early: the ranks that have joined.
         late: the rank that trains.
         found: receives the findings.

@@ -2,10 +2,10 @@
 
 Even inputs train as without a context, so that N steps in one context are the same as n steps in
 one and N - n in the next one: they are the same numbers in the same order, and are compared to the
-bit. So are they in a row of contexts if an exception has ended one, and one was disabled:
-such a context has no join, and ranks go on with what they hold. The driver traces each step: the
-parameters at its first gradient, the gradients that autograd computes, the parameters after the
-step. The first difference decides:
+bit. They are also the same if an exception has ended a context, or one was disabled: such a context
+has no join, and ranks go on with what they hold. The driver traces each step: the parameters at its
+first gradient, the gradients that autograd computes, the parameters after the step. The first
+difference decides:
 
     parameters at the first gradient    the joinable has lost an update, or has made another one
     gradients of autograd               inputs or a loss that follow contexts: no question
