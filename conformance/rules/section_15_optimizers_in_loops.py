@@ -88,11 +88,10 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     steps, the changes, and the parameters of each backward, are drawn from the session's seed. Of a
     backward that is dropped, one parameter has no gradient in the step that follows, and stays as
     it is. An error on every rank may refuse several backwards, dropped gradients, or half
-    precision. If an optimizer
-    has synchronize() and skip_synchronize(), as Horovod's, the first is called before gradients are
-    scaled, and the step is within the second. Of some backwards that are dropped, synchronize() has
-    averaged the gradients, if an optimizer has it, and skip_synchronize() may have been entered
-    without a step: the gradients of the next batch are averaged too, by its synchronize() or by
-    step().
+    precision. If an optimizer has synchronize() and skip_synchronize(), as Horovod's, the first is
+    called before gradients are scaled, and the step is within the second. Of some backwards that
+    are dropped, synchronize() has averaged the gradients, if an optimizer has it, and
+    skip_synchronize() may have been entered without a step: the gradients of the next batch are
+    averaged too, by its synchronize() or by step().
     """
     require_right(run, found)

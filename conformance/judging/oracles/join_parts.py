@@ -36,6 +36,7 @@ from conformance.scenarios.join_part_draws import (
 )
 
 ONE_OBJECT = "the target is one object, and makes no other one"
+_NUMBERS = ("second", "third", "fourth", "fifth", "sixth")
 _ENDINGS = {RAISES: "one that an exception has ended", DISABLED: "a disabled one"}
 NO_PARAMETERS = "it trains no parameters, or its numbers are others each time"
 FOLLOWS_CONTEXTS = "inputs, a rate or its state follow the number of contexts, or the join"
@@ -112,8 +113,7 @@ def _pairs(run: Run, whole: Traces, context: int) -> list[tuple[int, list[tuple[
 
 def _described(run: Run, row: tuple[int, ...], place: int) -> str:
     contexts = [part_contexts(run.scenario, run.world)[context] for context in row[: place + 1]]
-    number = "second" if place == 1 else f"{place + 1}th"
-    text = f"in a {number} context that begins with step {contexts[-1].begin}"
+    text = f"in a {_NUMBERS[place - 1]} context that begins with step {contexts[-1].begin}"
     endings = [_ENDINGS[one.ending] for one in contexts[:-1] if one.ending in _ENDINGS]
     return f"{text}, after {' and '.join(endings)}" if endings else text
 

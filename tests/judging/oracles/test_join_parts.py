@@ -279,7 +279,7 @@ Expected: lr that changes in 133 steps of a context, as in those of the first on
 Actual: rank 0, context 12: lr stays 0.1, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: the parameters of 10 steps in one context
-Actual: rank 1, step 3, in a 4th context that begins with step 3, after one that an
+Actual: rank 1, step 3, in a fourth context that begins with step 3, after one that an
     exception has ended and a disabled one: other parameters afterwards
 Likely cause: an update that is pending, momentum or another state is lost between
     contexts
