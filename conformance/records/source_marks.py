@@ -14,7 +14,6 @@ torch.
 """
 
 import ast
-import copy
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LIST_NAME = "__conformance_ran__"
+_LOCATION = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -107,9 +107,8 @@ def marked(source: bytes) -> tuple[ast.Module, int]:
     Raises:
         SyntaxError, ValueError, RecursionError: the source cannot be parsed.
     """
-    tree = ast.parse(source)
-    marker = _Marker(describes=False)
-    return marker.module(tree), marker.marks.count
+    marker = _Marker({})
+    return marker.module(ast.parse(source)), marker.marks.count
 
 
 @functools.lru_cache(maxsize=256)
@@ -119,9 +118,14 @@ def marks_of(source: bytes) -> Marks:
     Raises:
         SyntaxError, ValueError, RecursionError: the source cannot be parsed.
     """
-    tree = ast.parse(source)
-    marker = _Marker(describes=True)
-    marker.marks.tree = copy.deepcopy(tree)
+    tree, as_written = ast.parse(source), ast.parse(source)
+    # Nodes do not change before they are visited, so both trees have them in the same order.
+    originals = {
+        id(node): original
+        for node, original in zip(ast.walk(tree), ast.walk(as_written), strict=True)
+    }
+    marker = _Marker(originals)
+    marker.marks.tree = as_written
     marker.module(tree)
     return marker.marks
 
@@ -130,12 +134,13 @@ class _Marker(ast.NodeTransformer):
     """Inserts the marks into a tree, and notes their meanings.
 
     Args:
-        describes: keep copies of decisions and bodies. The rank needs the marks alone.
+        originals: the node that stays as it was written, by the id of the one that is visited; for
+            the decisions and the bodies of functions. The rank needs the marks alone, and has none.
     """
 
-    def __init__(self, *, describes: bool) -> None:
+    def __init__(self, originals: dict[int, ast.AST]) -> None:
         self.marks = Marks()
-        self._describes = describes
+        self._originals = originals
         self._names: list[str] = []
         self._functions: list[Function] = []
         self._in_class = False
@@ -143,7 +148,7 @@ class _Marker(ast.NodeTransformer):
 
     def module(self, tree: ast.Module) -> ast.Module:
         tree.body = self._block(tree.body, has_docstring=True)
-        return ast.fix_missing_locations(tree)
+        return tree
 
     # --- marks ------------------------------------------------------------------------------------
 
@@ -151,16 +156,20 @@ class _Marker(ast.NodeTransformer):
         self.marks.count += 1
         return self.marks.count - 1
 
-    def _assignment(self, mark: int, place: ast.AST) -> ast.stmt:
-        element = ast.Subscript(ast.Name(LIST_NAME, ast.Load()), ast.Constant(mark), ast.Store())
-        return _at(ast.Assign([element], ast.Constant(1)), place)
+    def _assignment(self, mark: int, place: Any) -> ast.stmt:
+        at = _location(place)
+        name = ast.Name(LIST_NAME, ast.Load(), **at)
+        element = ast.Subscript(name, ast.Constant(mark, **at), ast.Store(), **at)
+        return ast.Assign([element], ast.Constant(1, **at), **at)
 
     def _noting(self, mark: int, value: ast.expr) -> ast.expr:
         """Return an expression that sets a mark, and then has the value of another one."""
         # list.__setitem__ returns None, so that `or` goes on to the value.
-        method = ast.Attribute(ast.Name(LIST_NAME, ast.Load()), "__setitem__", ast.Load())
-        call = ast.Call(method, [ast.Constant(mark), ast.Constant(1)], [])
-        return _at(ast.BoolOp(ast.Or(), [call, value]), value)
+        at = _location(value)
+        name = ast.Name(LIST_NAME, ast.Load(), **at)
+        method = ast.Attribute(name, "__setitem__", ast.Load(), **at)
+        call = ast.Call(method, [ast.Constant(mark, **at), ast.Constant(1, **at)], [], **at)
+        return ast.BoolOp(ast.Or(), [call, value], **at)
 
     def _arm(
         self,
@@ -175,9 +184,9 @@ class _Marker(ast.NodeTransformer):
             Arm(place.lineno, mark, self._statement, side, tuple(tests), tuple(body), function)
         )
 
-    def _copies(self, nodes: Sequence[Any]) -> list[Any]:
-        """Return copies of nodes that are about to change, for those who want their text."""
-        return [copy.deepcopy(node) for node in nodes] if self._describes else []
+    def _as_written(self, nodes: Sequence[Any]) -> list[Any]:
+        """Return nodes that are about to change as they were written; none in a rank."""
+        return [self._originals[id(node)] for node in nodes] if self._originals else []
 
     # --- statements -------------------------------------------------------------------------------
 
@@ -204,11 +213,11 @@ class _Marker(ast.NodeTransformer):
         self, place: ast.AST, body: list[ast.stmt], side: str, tests: Sequence[ast.expr]
     ) -> list[ast.stmt]:
         """Return the marked block of an arm; the mark of its first statement is the arm's."""
-        self._arm(place, self.marks.count, side, tests, self._copies(body))
+        self._arm(place, self.marks.count, side, tests, self._as_written(body))
         return self._block(body)
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        tests = self._copies([node.test])
+        tests = self._as_written([node.test])
         node.test = self.visit(node.test)
         node.body = self._decided_block(node, node.body, "never true", tests)
         if node.orelse:
@@ -220,14 +229,14 @@ class _Marker(ast.NodeTransformer):
         return node
 
     def visit_While(self, node: ast.While) -> ast.AST:
-        tests = self._copies([node.test])
+        tests = self._as_written([node.test])
         node.test = self.visit(node.test)
         node.body = self._decided_block(node, node.body, "never true", tests)
         node.orelse = self._block(node.orelse)
         return node
 
     def visit_For(self, node: Any) -> ast.AST:
-        tests = self._copies([node.iter])
+        tests = self._as_written([node.iter])
         node.target = self.visit(node.target)
         node.iter = self.visit(node.iter)
         node.body = self._decided_block(node, node.body, "a loop that never ran", tests)
@@ -239,7 +248,7 @@ class _Marker(ast.NodeTransformer):
     def visit_Try(self, node: Any) -> ast.AST:
         node.body = self._block(node.body)
         for handler in node.handlers:
-            tests = self._copies([handler.type] if handler.type else [])
+            tests = self._as_written([handler.type] if handler.type else [])
             side = "a handler that never ran"
             handler.body = self._decided_block(handler, handler.body, side, tests)
         node.orelse = self._block(node.orelse)
@@ -256,7 +265,7 @@ class _Marker(ast.NodeTransformer):
     visit_AsyncWith = visit_With
 
     def visit_Match(self, node: ast.Match) -> ast.AST:
-        subject = self._copies([node.subject])
+        subject = self._as_written([node.subject])
         node.subject = self.visit(node.subject)
         for case in node.cases:
             tests = [*subject, *(part for part in ast.walk(case.pattern) if _is_expression(part))]
@@ -274,7 +283,7 @@ class _Marker(ast.NodeTransformer):
     def visit_FunctionDef(self, node: Any) -> ast.AST:
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         self._visit_defaults(node.args)
-        definition = copy.deepcopy(node) if self._describes else node
+        definition = self._originals.get(id(node), node)
         with_docstring = bool(node.body) and _is_text(node.body[0])
         entry = self._enter(node.name, node.lineno, definition)
         body = self._block(node.body, has_docstring=True)
@@ -287,7 +296,7 @@ class _Marker(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self._visit_defaults(node.args)
-        entry = self._enter("lambda", node.lineno, *self._copies([node]))
+        entry = self._enter("lambda", node.lineno, *self._as_written([node]))
         node.body = self._noting(entry, self.visit(node.body))
         self._leave()
         return node
@@ -333,7 +342,7 @@ class _Marker(ast.NodeTransformer):
     # --- expressions ------------------------------------------------------------------------------
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        tests = self._copies([node.test])
+        tests = self._as_written([node.test])
         node.test = self.visit(node.test)
         for name, side in (("body", "never true"), ("orelse", "never false")):
             mark = self._new()
@@ -344,7 +353,7 @@ class _Marker(ast.NodeTransformer):
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         is_and = isinstance(node.op, ast.And)
         side = 'never true before "and"' if is_and else 'never false before "or"'
-        operands = self._copies(node.values)
+        operands = self._as_written(node.values)
         first, *others = node.values
         values = [self.visit(first)]
         for index, value in enumerate(others):
@@ -355,7 +364,7 @@ class _Marker(ast.NodeTransformer):
         return node
 
     def visit_ListComp(self, node: Any) -> ast.AST:
-        tests = self._copies([test for part in node.generators for test in part.ifs])
+        tests = self._as_written([test for part in node.generators for test in part.ifs])
         has_tests = any(part.ifs for part in node.generators)
         self.generic_visit(node)
         if has_tests:
@@ -370,10 +379,9 @@ class _Marker(ast.NodeTransformer):
     visit_DictComp = visit_ListComp
 
 
-def _at(node: Any, place: Any) -> Any:
-    """Give a new node, and the nodes inside it that have none, the location of another one."""
-    ast.copy_location(node, place)
-    return ast.fix_missing_locations(node)
+def _location(place: Any) -> dict[str, Any]:
+    """Return the location of a node, for new nodes that stand in its place."""
+    return {name: getattr(place, name) for name in _LOCATION}
 
 
 def _is_text(statement: ast.stmt) -> bool:
