@@ -20,6 +20,8 @@ from conformance.hosts.memory import (
     restore_environment,
     use_huge_pages,
 )
+from conformance.ranks.instruments.forgotten_modules import note_modules
+from conformance.ranks.instruments.source_files import note_last_module
 from conformance.subjects.kinds import KINDS
 from conformance.torch_versions.private import (
     IMPORTED_LATE,
@@ -65,6 +67,8 @@ def preload() -> None:
             importlib.import_module(name)
     # Once here, instead of in each rank.
     clear_caches_of_dynamo()
+    note_modules("hooks_ref")
+    note_last_module()
     _grow_table_of_interned_strings()
     # The collector never looks at the frozen objects again. It would write to each of them, and
     # every rank would copy their pages.

@@ -25,6 +25,7 @@ from conformance.session.blame import (
     refuses_scenario,
 )
 from conformance.session.coverage import Measured, measure, runs_of
+from conformance.session.judging_order import judged_before
 from conformance.session.plan import Plan
 from conformance.session.prerequisites import builds_on, needs_of, reason_not_applicable
 from conformance.session.probes import Probes, adapted_probe
@@ -115,6 +116,10 @@ class Engine:
     def judge(self, number: str) -> Judgement:
         """Return the judgement on one rule; its runs are made first."""
         if number not in self._judgements:
+            for other in judged_before(number, self.wanted.announced, self._rules, self.claims):
+                # The runs of a broken subject may hang, and a rule that fails ends a session of -x.
+                if self.judge(other).verdict in (Verdict.FAIL, Verdict.KIT_ERROR):
+                    break
             self._judgements[number] = self._judge(self._rules[number])
         return self._judgements[number]
 

@@ -21,6 +21,9 @@ class WantedRuns:
         kind: the kind of subject.
         claims: its claims.
         profile: the profile that scenarios run in.
+
+    Attributes:
+        announced: the rules that will be judged.
     """
 
     def __init__(
@@ -31,15 +34,15 @@ class WantedRuns:
         self._kind = kind
         self._claims = claims
         self._profile = profile
-        self._announced: Sequence[str] = ()
+        self.announced: Sequence[str] = ()
 
     def announce(self, numbers: Sequence[str]) -> None:
         """Set the rules that will be judged; before that, no run is wanted for them."""
-        self._announced = numbers
+        self.announced = numbers
 
     def of_announced(self) -> list[tuple[Scenario, int]]:
         """Return the runs that the announced rules will need, each once."""
-        rules = [self._rules[number] for number in self._announced]
+        rules = [self._rules[number] for number in self.announced]
         wanted = [
             run
             for rule in rules

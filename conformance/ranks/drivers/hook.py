@@ -74,7 +74,8 @@ class HookDriver(RankDriver):
             settle_precision()
         # As scripts do: alike on all ranks, or with the rank added. All runs have the same seed, so
         # that a hook draws the same numbers in each of them.
-        seed_generators(self.scenario.session_seed + self.rank * self.scenario.seeds_differ)
+        seed = self.scenario.session_seed + self.rank * self.scenario.seeds_differ
+        seed_generators(seed, self.device)
         # Under CUDA graphs, DDP has to be made on the stream that is captured, and the stream
         # before there is a group.
         self._side_stream = side_stream(self.scenario.captured)

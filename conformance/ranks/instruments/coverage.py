@@ -315,12 +315,19 @@ def _installed_folders() -> tuple[str, ...]:
     return tuple(os.path.join(folder, "") for folder in folders if folder)
 
 
+@functools.cache
+def _folders_of_others() -> tuple[tuple[str, str], str]:
+    """Return the folders of torch and the kit, and the folder of the standard library."""
+    torch = os.path.dirname(str(sys.modules["torch"].__file__))
+    standard = str(sysconfig.get_path("stdlib"))
+    return (os.path.join(torch, ""), os.path.join(_KIT, "")), os.path.join(standard, "")
+
+
 def _is_foreign(path: str, roots: tuple[str, ...]) -> bool:
     """Whether a file belongs to Python, torch, the kit, or a package inside a project's folder."""
-    torch = os.path.dirname(str(sys.modules["torch"].__file__))
-    if path.startswith((os.path.join(torch, ""), os.path.join(_KIT, ""))):
+    torch_and_kit, standard = _folders_of_others()
+    if path.startswith(torch_and_kit):
         return True
-    standard = os.path.join(str(sysconfig.get_path("stdlib")), "")
     is_package = "site-packages" in path or "dist-packages" in path
     if path.startswith(standard) and not is_package:
         return True

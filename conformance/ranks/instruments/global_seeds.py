@@ -8,9 +8,15 @@ from contextlib import contextmanager
 import torch
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the generators of torch and Python, and NumPy's if it is imported."""
-    torch.manual_seed(seed)
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators of torch and Python, and NumPy's if it is imported.
+
+    Those of accelerators are seeded if the ranks use one: it takes a rank some milliseconds.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

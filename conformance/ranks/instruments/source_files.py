@@ -8,6 +8,7 @@ subject (``session/subject_files.py``).
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -18,9 +19,25 @@ from conformance.records.digests import sha256_of_file
 _NOT_OF_SUBJECT = frozenset({"conformance", "torch", "__main__", *sys.stdlib_module_names})
 
 
+_last_of_host = ""
+
+
+def note_last_module() -> None:
+    """Note the last module that a host imports before it forks."""
+    global _last_of_host
+    _last_of_host = next(reversed(sys.modules))
+
+
 def imported_modules() -> frozenset[str]:
-    """Return the names of the modules that this process has imported."""
-    return frozenset(sys.modules)
+    """Return the names of the modules that this process has imported, without those of its host.
+
+    ``sys.modules`` is in the order of imports, so that the host's are the first. Their names are
+    not looked at, as in ``forgotten_modules.py``.
+    """
+    try:
+        return frozenset(itertools.takewhile(_last_of_host.__ne__, reversed(sys.modules)))
+    except RuntimeError:  # another thread has imported a module in the meantime
+        return frozenset(sys.modules)
 
 
 def source_files(before: frozenset[str], always: Iterable[str] = ()) -> dict[str, dict[str, str]]:
@@ -32,7 +49,7 @@ def source_files(before: frozenset[str], always: Iterable[str] = ()) -> dict[str
     """
     later = {
         name
-        for name in sys.modules.keys() - before
+        for name in imported_modules() - before
         if name.partition(".")[0] not in _NOT_OF_SUBJECT
     }
     found = {}
