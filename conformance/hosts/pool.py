@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -136,6 +136,14 @@ class Pool:
                 self._start_host()
                 for _ in range(self.lanes):
                     self._free_lanes.put(self._new_lane())
+
+    def prepare(self, scenarios: Iterable[Scenario]) -> None:
+        """Start, without waiting for it, what runs of these scenarios need beside the host.
+
+        Hosts import torch on one core each, and the caller has ended its own imports.
+        """
+        if any(one.other_hash_seed or one.hash_seeds_differ for one in scenarios):
+            self._start_other_hash_seed_pool().start()
 
     def greeting(self) -> dict[str, Any]:
         """Return the host's description of this machine; wait for the host if it is not ready.

@@ -132,6 +132,9 @@ class Session:
             KitError: the machine is not fit to judge.
         """
         self._until_closed.enter_context(processors_for_ranks())
+        if self.pool:
+            selected = [self.rules[number] for number in self.selected]
+            self.pool.prepare(scenario for rule in selected for scenario in rule.on)
         description, machine = self._describe()
         claims, claimed_by = self._claims(description)
         with profile_is_required(self.options):

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ class AttachedPool:
 
     def start(self) -> None:
         """Do nothing: torchrun has started the hosts."""
+
+    def prepare(self, scenarios: Iterable[Scenario]) -> None:
+        """Do nothing: each host hashes strings in its own way."""
 
     @property
     def capacity(self) -> int:
