@@ -68,7 +68,7 @@ class TimedSource(LocalSource):
             self.of_scenario[scenario.name] += took  # type: ignore[assignment]
             self.runs += 1
 
-    def begin(self, runs: object, subject: SubjectSpec | None) -> None:
+    def begin(self, runs: object, subject: SubjectSpec | None, prefix: str = "") -> None:
         pass
 
 

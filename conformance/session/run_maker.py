@@ -43,7 +43,8 @@ class RunMaker:
         subject: the subject.
         claims: its claims.
         control: makes the runs of the reference; None for the reference itself.
-        scheduled: returns the runs to begin ahead of time, once the plainest one has passed.
+        scheduled: returns the runs to begin ahead of time, once the plainest one has passed: the
+            baseline, or "" for the subject itself, the scenario and the world size.
 
     Attributes:
         made: the runs so far, by the name of their scenario and their world size.
@@ -58,7 +59,7 @@ class RunMaker:
         subject: SubjectSpec,
         claims: Claims,
         control: "RunMaker | None",
-        scheduled: Callable[[], Sequence[Wanted]],
+        scheduled: Callable[[], Sequence[tuple[str, Scenario, int]]],
     ) -> None:
         self.made: dict[tuple[str, int], Run | NotRun] = {}
         self.explained: dict[str, Run] = {}
@@ -94,7 +95,7 @@ class RunMaker:
                 # The other runs of a broken subject may each cost their whole deadline.
                 self._source.forget()
             elif key == (self._plan.plainest.name, self._plan.primary):
-                self.begin(self._scheduled())
+                self._begin_scheduled()
         return self.made[key]
 
     def _new_run(self, scenario: Scenario, size: int) -> Run:
@@ -115,6 +116,16 @@ class RunMaker:
         self._source.begin(
             [(self.noting(scenario), size) for scenario, size in wanted], self._subject
         )
+
+    def _begin_scheduled(self) -> None:
+        for baseline, scenario, size in self._scheduled():
+            if not baseline:
+                self.begin([(scenario, size)])
+                continue
+            scenario = _of_baseline(scenario)
+            for prefix, subject in self._baseline_subjects(baseline).items():
+                if (f"{prefix}-{scenario.name}@{size}", scenario) not in self._kept(baseline):
+                    self._source.begin([(scenario, size)], subject, f"{prefix}-")
 
     def noting(self, scenario: Scenario) -> Scenario:
         """Return a scenario in which ranks note the coverage of the subject.
@@ -161,23 +172,10 @@ class RunMaker:
             TargetError: the claimed reference does not run under these options.
             KitError: vanilla DDP does not run.
         """
-        named: dict[str, SubjectSpec | None] = {}
-        runs_of_baseline = self._baselines
-        if baseline == "vanilla" and not (
-            self._claims.lossy or self._claims.fused or self._claims.sum or self._claims.scaled
-        ):
-            named = {"vanilla": None}
-            # Vanilla DDP is the same for all subjects, so that the control keeps its runs.
-            runs_of_baseline = (self._control or self)._baselines
-        elif baseline == "like":
-            named = {
-                f"like_{number}": spec
-                for number, spec in enumerate(claimed_references(self._claims))
-            }
-        # The call after backward is the subject's own.
-        scenario = replace(scenario, poststep=False, call="")
+        runs_of_baseline = self._kept(baseline)
+        scenario = _of_baseline(scenario)
         runs = {}
-        for prefix, subject in named.items():
+        for prefix, subject in self._baseline_subjects(baseline).items():
             name = f"{prefix}-{scenario.name}@{size}"
             key = (name, scenario)
             if key not in runs_of_baseline:
@@ -196,14 +194,30 @@ class RunMaker:
             runs[name] = run
         return runs
 
+    def _kept(self, baseline: str) -> dict[tuple[str, Scenario], Run]:
+        """Return the dict that keeps the runs of a baseline."""
+        # Vanilla DDP is the same for all subjects, so that the control keeps its runs.
+        keeper = self._control if baseline == "vanilla" and self._control else self
+        return keeper._baselines
+
+    def _baseline_subjects(self, baseline: str) -> dict[str, SubjectSpec | None]:
+        """Return the subjects of a baseline, by what the names of their runs begin with."""
+        claims = self._claims
+        if baseline == "vanilla" and not (
+            claims.lossy or claims.fused or claims.sum or claims.scaled
+        ):
+            return {"vanilla": None}
+        if baseline == "like" and claims.has("like"):
+            return {f"like_{at}": spec for at, spec in enumerate(claimed_references(claims))}
+        return {}
+
     def vanilla(self, run: Run) -> Run:
         """Return a run of vanilla DDP on the same scenario, for a picture; no rule reads it.
 
         Raises:
             ConformanceError: there is none.
         """
-        scenario = replace(run.scenario, poststep=False, call="")
-        return self._source.run(scenario, run.world, None, f"vanilla-{run.name}")
+        return self._source.run(_of_baseline(run.scenario), run.world, None, f"vanilla-{run.name}")
 
     def explain(self, run: Run, failed: FailedRun) -> str:
         """Repeat a failed run with its collectives on record, and return the first on which ranks
@@ -235,6 +249,11 @@ class RunMaker:
 def _is_broken(run: Run) -> bool:
     """Whether a failed run is the subject's defect: no refusal, and no failure that was planned."""
     return run.scenario.fault.kind == "none" and not refused_on_every_rank(run)
+
+
+def _of_baseline(scenario: Scenario) -> Scenario:
+    """Return a scenario for a baseline: the call after backward is the subject's own."""
+    return replace(scenario, poststep=False, call="")
 
 
 def _ignore(_: str) -> None:

@@ -45,8 +45,16 @@ class RunSource:
         """Return a run."""
         raise NotImplementedError
 
-    def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
-        """Take note of runs that will be needed unless one of them fails; they may begin now."""
+    def begin(
+        self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None, prefix: str = ""
+    ) -> None:
+        """Take note of runs that will be needed unless one of them fails; they may begin now.
+
+        Args:
+            runs: scenarios and world sizes.
+            subject: the subject; None to run without any.
+            prefix: what the name of a run begins with, before that of its scenario.
+        """
 
     def forget(self) -> None:
         """Cancel the runs that have not begun."""
@@ -96,11 +104,13 @@ class LocalSource(RunSource):
             return begun.result()
         return self._run(scenario, world, subject, _folder_name(name, subject))
 
-    def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
+    def begin(
+        self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None, prefix: str = ""
+    ) -> None:
         """Begin runs in their order, as many at a time as the pool has lanes."""
         self._threads = self._threads or ThreadPoolExecutor(self._pool.lanes)
         for scenario, world in runs:
-            name = _folder_name(f"{scenario.name}@{world}", subject)
+            name = _folder_name(f"{prefix}{scenario.name}@{world}", subject)
             self._ahead[name] = self._threads.submit(self._run, scenario, world, subject, name)
 
     def forget(self) -> None:

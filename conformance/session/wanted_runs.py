@@ -41,32 +41,41 @@ class WantedRuns:
         self.announced = numbers
 
     def of_announced(self) -> list[tuple[Scenario, int]]:
-        """Return the runs that the announced rules will need, each once."""
+        """Return the subject's runs that the announced rules will need, each once."""
+        wanted = self._with_baselines()
+        return [(scenario, size) for baseline, scenario, size in wanted if not baseline]
+
+    def _with_baselines(self) -> list[tuple[str, Scenario, int]]:
+        """Return the baseline, or "" for the subject itself, and the run; each once."""
         rules = [self._rules[number] for number in self.announced]
         wanted = [
-            run
+            (baseline, *run)
             for rule in rules
             if self._is_claimed(rule) and not (rule.unless and self._claims.has(rule.unless))
             for run in self._plan.runs_of(rule)
+            for baseline in (("", rule.baseline) if rule.baseline else ("",))
         ]
         if any(rule.watches for rule in rules):
-            wanted += self.watched()
+            wanted += [("", *run) for run in self.watched()]
         return list(dict.fromkeys(wanted))
 
     def count(self) -> int:
         """Return the number of runs that the announced rules need."""
         return len({(scenario.name, size) for scenario, size in self.of_announced()})
 
-    def not_among(self, made: Container[tuple[str, int]]) -> list[tuple[Scenario, int]]:
-        """Return the runs of the announced rules that can begin at once.
+    def not_among(self, made: Container[tuple[str, int]]) -> list[tuple[str, Scenario, int]]:
+        """Return the runs of the announced rules that can begin at once, and those of baselines.
 
         Args:
-            made: the scenarios' names and world sizes of the runs that exist.
+            made: the scenarios' names and world sizes of the subject's runs that exist.
+
+        Returns:
+            ``Rule.baseline``, or "" for the subject itself, the scenario and the world size.
         """
         return [
-            (scenario, size)
-            for scenario, size in self.of_announced()
-            if not scenario.resume.resumes and (scenario.name, size) not in made
+            (baseline, scenario, size)
+            for baseline, scenario, size in self._with_baselines()
+            if not scenario.resume.resumes and (baseline or (scenario.name, size) not in made)
         ]
 
     def watched(self) -> list[tuple[Scenario, int]]:
