@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from conformance.errors import TargetError
 from conformance.subjects.spec import CONTEXT_NAMES, Subject, SubjectSpec
@@ -222,8 +223,22 @@ def missing_arguments(function: Callable[..., Any], names: Collection[str]) -> l
 
 def _parameters_of(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     """Return the parameters of a function; none if its signature cannot be read."""
+    if not inspect.isfunction(function):
+        return _signature_of(function)
+    # A strategy is called in each micro-batch, and to read a signature takes half of the call.
+    if function not in _PARAMETERS:
+        _PARAMETERS[function] = _signature_of(function)
+    return _PARAMETERS[function]
+
+
+_PARAMETERS: WeakKeyDictionary[Callable[..., Any], tuple[inspect.Parameter, ...]] = (
+    WeakKeyDictionary()
+)
+
+
+def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     try:
-        return inspect.signature(function).parameters.values()
+        return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return ()
 
