@@ -41,6 +41,23 @@ print(json.dumps(found))
 """
 
 
+# What a rank notes as imported by the subject, and whether it may write to the names of the host's.
+LATER = """
+import os, sys
+from conformance.hosts.preload import preload
+preload()
+from conformance.ranks.instruments.forgotten_modules import forget_package
+from conformance.ranks.instruments.source_files import imported_modules
+host = set(sys.modules)
+forget_package("hooks_ref")
+print(*(name for name in sys.modules if name.partition(".")[0] == "hooks_ref"))
+before = imported_modules()
+import sched, hooks_ref.ema
+print(sorted(name for name in imported_modules() - before if name[:4] in ("sche", "hook"))[-1:])
+print(*(name for name in imported_modules() & host if name[:9] != "hooks_ref"))
+"""
+
+
 DRAWS = """
 import random
 from conformance.hosts.preload import preload
@@ -63,6 +80,15 @@ def test_ranks_of_any_host_draw_the_same() -> None:
 
 
 @pytest.mark.ranks
+def test_a_rank_tells_the_modules_of_the_subject_from_those_of_its_host() -> None:
+    forgotten, later, of_host = subprocess.run(
+        [sys.executable, "-c", LATER], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert forgotten == ""
+    assert later == "['sched']"
+    assert of_host == ""
+
+
 def test_new_objects_of_a_rank_lie_together() -> None:
     """Scattered between objects of the host, blocks of 48 bytes would cost 8 times as many copied
     pages."""

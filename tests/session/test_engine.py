@@ -1,6 +1,6 @@
 """The engine on runs written by hand: which rule a failed run fails."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -125,6 +125,53 @@ def test_a_rule_that_watches_is_not_failed_by_runs_of_others(rules: dict[str, Ru
     judgement = engine(book_, MadeSource(make)).judge("9.2")
     assert judgement.verdict is Verdict.PASS
     assert set(judgement.runs) == {name for name in watched if not name.startswith(f"{broken}@")}
+
+
+def few_rules(rules: dict[str, Rule]) -> dict[str, Rule]:
+    """Return a book in which 9.2 watches, and 2.1 alone needs another rule: 9.2."""
+    return {
+        number: replace(rules[number], needs=("9.2",) if number == "2.1" else ())
+        for number in ("1.5", "2.1", "2.6", "2.9", "9.2")
+    }
+
+
+def test_rules_that_need_every_run_are_judged_last(rules: dict[str, Rule]) -> None:
+    book_ = few_rules(rules)
+    judged = engine(book_, MadeSource(right))
+    judged.announce(tuple(book_))
+    for number in book_:
+        assert judged.judge(number).verdict is Verdict.PASS
+    assert list(judged.judgements) == ["1.5", "2.6", "2.9", "9.2", "2.1"]
+
+
+def test_after_a_failure_no_rule_is_judged_before_its_turn(rules: dict[str, Rule]) -> None:
+    book_ = few_rules(rules)
+    judged = engine(book_, MadeSource(undivided))
+    judged.announce(tuple(book_))
+    judged.judge("9.2")
+    assert list(judged.judgements) == ["1.5", "2.6", "9.2"]
+
+
+def test_runs_of_baselines_begin_ahead_beside_the_subjects(rules: dict[str, Rule]) -> None:
+    class Ahead(MadeSource):
+        def begin(
+            self,
+            runs: Iterable[tuple[Scenario, int]],
+            subject: SubjectSpec | None,
+            prefix: str = "",
+        ) -> None:
+            begun.extend((f"{prefix}{one.name}@{size}", subject) for one, size in runs)
+
+    begun: list[tuple[str, SubjectSpec | None]] = []
+    source = Ahead(right)
+    judged = engine(rules, source)
+    number = next(one.number for one in rules.values() if one.baseline and one.kind == HOOK)
+    judged.announce(("2.1", number))
+    judged.judge("2.1")
+    vanilla = {name for name, subject in begun if subject is None}
+    assert vanilla
+    assert {name.removeprefix("vanilla-") for name in vanilla} <= {name for name, _ in begun}
+    assert len(begun) == len(set(begun))
 
 
 def test_a_failure_is_the_subjects_only_if_the_reference_passes(rules: dict[str, Rule]) -> None:
