@@ -136,7 +136,8 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     "list; torch.distributed.all_gather: uneven sized tensors are supported",
     remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; padding "
     "to a length that others exceed; a rank without rows, which has nothing to send, and still "
-    "gets those of its peers",
+    "gets those of its peers; over Gloo, an all_gather of tensors of different sizes, which ends "
+    "the process: compare the sizes first, and raise an error",
 )
 def uneven(run: Run, claims: Claims, found: Found) -> None:
     """If the tensors of an all_to_all or of an all_gather have different numbers of rows, each rank

@@ -25,7 +25,7 @@ from conformance.session.blame import (
     refuses_scenario,
 )
 from conformance.session.coverage import Measured, measure, runs_of
-from conformance.session.judging_order import judged_before
+from conformance.session.judging_order import JudgingOrder
 from conformance.session.plan import Plan
 from conformance.session.prerequisites import builds_on, needs_of, reason_not_applicable
 from conformance.session.probes import Probes, adapted_probe
@@ -82,6 +82,7 @@ class Engine:
                 f"add a world size of at least {claims.min_world_size}"
             )
         self._rules = rules
+        self._order = JudgingOrder(rules, claims)
         self._judgements: dict[str, Judgement] = {}
         self.wanted = WantedRuns(rules, self.plan, subject.kind, claims, source.profile)
         self.probes = Probes(subject, claims, self.plan, source.capacity)
@@ -116,7 +117,7 @@ class Engine:
     def judge(self, number: str) -> Judgement:
         """Return the judgement on one rule; its runs are made first."""
         if number not in self._judgements:
-            for other in judged_before(number, self.wanted.announced, self._rules, self.claims):
+            for other in self._order.before(number, self.wanted.announced):
                 # The runs of a broken subject may hang, and a rule that fails ends a session of -x.
                 if self.judge(other).verdict in (Verdict.FAIL, Verdict.KIT_ERROR):
                     break

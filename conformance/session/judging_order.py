@@ -4,27 +4,36 @@ A rule that watches every run waits for the last of them, and in the meantime th
 have no rule to judge. The others are judged first, each as soon as its own runs are there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from conformance.judging.rule import Rule
 from conformance.session.prerequisites import needs_of
 from conformance.subjects.claims import Claims
 
 
-def waits_for_every_run(number: str, rules: Mapping[str, Rule], claims: Claims) -> bool:
-    """Whether a rule watches every run, or builds on one that does."""
-    rule = rules[number]
-    return rule.watches or any(
-        waits_for_every_run(needed, rules, claims)
-        for needed in (*needs_of(rule, rules, claims), *rule.presumes)
-    )
+class JudgingOrder:
+    """Says which rules are judged before another one.
 
+    Args:
+        rules: the whole book.
+        claims: the claims of the subject.
+    """
 
-def judged_before(
-    number: str, selected: Sequence[str], rules: Mapping[str, Rule], claims: Claims
-) -> Iterator[str]:
-    """Yield the selected rules that are judged before a rule, in the order of the book."""
-    if waits_for_every_run(number, rules, claims):
-        for other in selected:
-            if not waits_for_every_run(other, rules, claims):
-                yield other
+    def __init__(self, rules: Mapping[str, Rule], claims: Claims) -> None:
+        self._rules = rules
+        self._claims = claims
+        self._waiting: dict[str, bool] = {}
+
+    def before(self, number: str, selected: Sequence[str]) -> list[str]:
+        """Return the selected rules that are judged before a rule, in the order of the book."""
+        if not self._waits_for_every_run(number):
+            return []
+        return [other for other in selected if not self._waits_for_every_run(other)]
+
+    def _waits_for_every_run(self, number: str) -> bool:
+        """Whether a rule watches every run, or builds on one that does."""
+        if number not in self._waiting:
+            rule = self._rules[number]
+            needed = (*needs_of(rule, self._rules, self._claims), *rule.presumes)
+            self._waiting[number] = rule.watches or any(map(self._waits_for_every_run, needed))
+        return self._waiting[number]
