@@ -453,7 +453,7 @@ def communication(run: Run, claims: Claims, found: Found) -> None:
         found.require(
             size <= 2 * gradients,
             "at most twice the bytes of its gradients",
-            f"rank {rank}, step {step}: {ratio}",
+            f"rank {rank}, step {step}: {ratio}: {size} bytes for {gradients}",
         )
         if rank == 0 and step == 0:
             found.note(f"four micro-batches: {ratio}")

@@ -129,7 +129,8 @@ Expected: collectives over ranks [0, 2]
 Actual: rank 0, step 1: allreduce 4 float32 over ranks [0, 1, 2, 3]
 Likely cause: the model's process_group was not used
 Expected: at most twice the bytes of its gradients
-Actual: rank 0, step 0: 4.00 times the bytes of its gradients, in 4 collectives""",
+Actual: rank 0, step 0: 4.00 times the bytes of its gradients, in 4 collectives: 256 bytes
+    for 64""",
     )
 
 
