@@ -286,7 +286,12 @@ class Engine:
             name, _, size = list(judgement.runs)[-1].rpartition("@")
             return self.control.watched(rule, name, int(size))
         if not rule.probes:
-            return self.control.judge(rule.number)
+            control = self.control.judge(rule.number)
+            if control.verdict is not Verdict.NOT_RUN:
+                return control
+            # A rule that this one builds on was not run, and has not failed: the subject's own run
+            # failed nevertheless.
+            return self.control._judgement_on(rule)
         failed = [
             run
             for run in runs_of(self.maker.made)

@@ -181,6 +181,20 @@ def test_a_failure_is_the_subjects_only_if_the_reference_passes(rules: dict[str,
     assert "the reference allreduce does not pass it" in judgement.reason
 
 
+def test_a_broken_run_is_the_subjects_although_what_its_rule_needs_is_not_run(
+    rules: dict[str, Rule],
+) -> None:
+    """At world size 2 alone 2.6 is not run, of the reference neither."""
+    book_ = {**rules, "24.7": replace(rules["24.7"], needs=("2.6",))}
+    judged = engine(book_, MadeSource(breaks_in("wide_groups")), worlds=(2,))
+    assert judged.judge("2.6").verdict is Verdict.NOT_RUN
+    # As a rule that watches every run makes it.
+    judged.maker.run(judged.plan.named("wide_groups"), 3)
+    judgement = judged.judge("24.7")
+    assert judgement.verdict is Verdict.FAIL, judgement.reason
+    assert "RuntimeError" in judgement.reason
+
+
 def test_a_machine_on_which_the_reference_fails_judges_nothing(rules: dict[str, Rule]) -> None:
     with pytest.raises(KitError, match=r"the reference allreduce fails rule 2\.1"):
         engine(rules, MadeSource(right, undivided)).check_machine()
