@@ -67,8 +67,9 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
 )
 def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
-    however large the parameter is, and no bit of a buffer of the model during the backward. From
-    the third step on, parameters stay in their memory, which others may share.
+    however large the parameter is, and no bit of a buffer of the model during the backward. Some
+    buffers are not finite, as a causal mask, others large or subnormal. From the third step on,
+    parameters stay in their memory, which others may share.
 
     Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """

@@ -253,6 +253,34 @@ def decays_buffers(state: _WithModel, bucket: Bucket) -> Result:
     return average(bucket, None)
 
 
+def repairs_buffers(state: _WithModel, bucket: Bucket) -> Result:
+    """Replace NaN and infinities of buffers by 0, as after a step that overflowed."""
+    result = average(bucket, None)
+    for buffer in state.buffers if bucket.is_last() else ():
+        if buffer.is_floating_point():
+            buffer.nan_to_num_(0.0, 0.0, 0.0)
+    return result
+
+
+def keeps_buffers_in_half(state: _WithModel, bucket: Bucket) -> Result:
+    """Clamp all buffers to the range of float16."""
+    result = average(bucket, None)
+    largest = torch.finfo(torch.float16).max
+    for buffer in state.buffers if bucket.is_last() else ():
+        if buffer.is_floating_point():
+            buffer.clamp_(-largest, largest)
+    return result
+
+
+def flushes_buffers(state: _WithModel, bucket: Bucket) -> Result:
+    """Set the smallest values of buffers to 0, so that nothing is slow."""
+    result = average(bucket, None)
+    for buffer in state.buffers if bucket.is_last() else ():
+        if buffer.is_floating_point():
+            buffer.masked_fill_(buffer.abs() < 1e-20, 0.0)
+    return result
+
+
 def averages_buffers(state: _WithModel, bucket: Bucket) -> Result:
     """Average the running statistics of the model, once in a step."""
     if bucket.is_last():
@@ -381,7 +409,14 @@ MUTANTS = [
     Mutant("steps_parameters", ("9.2",)),
     *(
         Mutant(name, ("9.2",), claims="world_only", state=_MODEL)
-        for name in ("decays_buffers", "averages_buffers", "counts_two_batches")
+        for name in (
+            "decays_buffers",
+            "averages_buffers",
+            "counts_two_batches",
+            "repairs_buffers",
+            "keeps_buffers_in_half",
+            "flushes_buffers",
+        )
     ),
     Mutant("sets_default_dtype", ("9.3",)),
     Mutant("sets_anomaly_mode", ("9.3",)),

@@ -246,7 +246,11 @@ def _looked_up(rows: torch.Tensor, grad: torch.Tensor, place: int) -> torch.Tens
 
 
 def training_network() -> nn.Module:
-    """Return a network with batch norm, its weights fixed without any random state."""
+    """Return a network with batch norm, its weights fixed without any random state.
+
+    It has buffers that no forward changes: a causal mask, and values that are not finite, large or
+    subnormal, as of an observer that has seen nothing yet.
+    """
     first, hidden, last = TRAINING_WIDTHS
     model = nn.Sequential(
         nn.Linear(first, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, last)
@@ -258,7 +262,12 @@ def training_network() -> nn.Module:
             shape = tuple(parameter.shape)
             values = gradient("normal", shape, torch.float32, world=1, rank=99, step=0, param=index)
             parameter.copy_(values / math.sqrt(first))
+    model[0].register_buffer("mask", torch.full((hidden, hidden), -math.inf).triu(1))
+    model[0].register_buffer("extremes", torch.tensor(_EXTREMES))
     return model
+
+
+_EXTREMES = (math.inf, -math.inf, math.nan, 1e30, -70_000.0, 2.0**-149, -1e-30)
 
 
 def training_loss(
