@@ -16,10 +16,14 @@ from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED, SAVED_CLOS
 from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
 from conformance.scenarios.optimizer_repeats import ALL as REPEATED
 from conformance.scenarios.optimizer_repeats import is_repeated
-from conformance.scenarios.optimizer_states import RESTORED_RATES
+from conformance.scenarios.optimizer_states import RESTORED_OPTIONS, RESTORED_RATES
 from conformance.subjects.claims import Claims
 
 BASIC = ("15.1", "15.2", "15.3")
+OPTIONS_ALONE = (
+    "options that were rewritten before a load are not judged: it takes neither an optimizer nor a "
+    "class of optimizers"
+)
 KEEPS_STATES = (
     "states from before parameters were trained are not restored: it has consolidate_state_dict(), "
     "and torch's optimizer that has it keeps later ones"
@@ -50,13 +54,14 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.14",
     "Its state can be restored in the same process",
-    on=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY, *REPEATED),
-    owns=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY, *REPEATED),
+    on=(RELOADED, RESTORED_RATES, RESTORED_OPTIONS, RESET, RESET_EARLY, *REPEATED),
+    owns=(RELOADED, RESTORED_RATES, RESTORED_OPTIONS, RESET, RESET_EARLY, *REPEATED),
     refusable=REPEATED,
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
     remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
-    "be these, not the old ones; states of parameters that have none in the loaded state are gone; "
+    "be these, not the old ones; options of the groups that are kept as they are: torch's load "
+    "replaces all of them; states of parameters that have none in the loaded state are gone; "
     "load_state_dict of torch.optim.Optimizer rounds a state in float32 to the dtype of its "
     "parameter: put the loaded values back in their own dtype; copies of parameters in float32 "
     "that are made in the first step: make them in load_state_dict, too",
@@ -67,7 +72,9 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
 
     So does a schedule that fills tensors of learning rates in place, those of Adam or AdamW, which
     is drawn. The steps that are saved and restored are drawn from the session's seed then, and the
-    restored rates count in the first step. The user's own entries in parameter groups are
+    restored rates count in the first step. So do all other options of each group, of SGD and of
+    Adam or AdamW, which have been rewritten since the state was saved: a trainer that goes back to
+    a good state goes back to its options, too. The user's own entries in parameter groups are
     restored as well. A state from the beginning, or from before some parameters were trained,
     leaves these without a state. Subjects with consolidate_state_dict() are not judged by that:
     torch's keeps such states.
@@ -79,6 +86,10 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     refuse these models. Not judged are bits that differ after every load of the same state, as by
     random numbers.
     """
+    is_of_options = run.scenario.variant == RESTORED_OPTIONS.variant
+    if is_of_options and not construction(run)["takes_any"]:
+        found.leaves_out(OPTIONS_ALONE)
+        return
     if run.scenario.variant == RESET.variant and run.ranks[0].first("consolidates"):
         found.leaves_out(KEEPS_STATES)
         return

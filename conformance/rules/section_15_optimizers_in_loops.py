@@ -6,6 +6,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_backwards import ALL as BACKWARDS
+from conformance.scenarios.optimizer_backwards import ASSIGNED
 from conformance.scenarios.optimizer_loops import (
     RENEWED,
     WRITTEN,
@@ -18,6 +19,11 @@ from conformance.subjects.claims import Claims
 NOT_RENEWED = (
     "parameters that are replaced in param_groups are not judged: it averages neither parameters "
     "nor gradients, or its param_groups do not hold the parameters themselves"
+)
+
+IN_BACKWARD = (
+    "gradients that no backward has accumulated are not judged: it averages or changes gradients "
+    "before step()"
 )
 
 
@@ -59,7 +65,7 @@ def written(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.43",
-    "Gradients of several backwards add up, and changes of them count",
+    "Gradients of several backwards add up, and those that a trainer writes or changes count",
     on=BACKWARDS,
     owns=BACKWARDS,
     refusable=BACKWARDS,
@@ -68,14 +74,16 @@ def written(run: Run, claims: Claims, found: Found) -> None:
     since="2.0",
     source="torch documentation, torch.autograd.backward, which accumulates gradients in leaves, "
     "Optimizer.zero_grad, Module.zero_grad and torch.nn.utils.clip_grad_norm_; Horovod's "
-    "backward_passes_per_step and synchronize(); embeddings of which new rows alone are trained",
+    "backward_passes_per_step and synchronize(); torch.autograd.grad, whose results PCGrad and MAML"
+    " write; embeddings of which new rows alone are trained",
     remedy="a hook that moves a gradient into a buffer, and frees it: let p.grad be a view of the "
     "buffer, which clipping scales, and begin anew if p.grad is another tensor; a factor of a "
     "parameter's gradient in place of p.grad itself; sums in float32 of gradients in half "
     "precision, which clipping does not reach; the version of a "
     "tensor, which .data does not change; a gradient that is sent once it is there, and not again: "
-    "average in step(), or offer synchronize(); a mark of averaged gradients that step() alone "
-    "takes back, although a batch that is given up has no step",
+    "average in step(), or offer synchronize(); gradients that are averaged if a hook of the "
+    "backward has seen them: torch.autograd.grad calls no such hook; a mark of averaged gradients "
+    "that step() alone takes back, although a batch that is given up has no step",
 )
 def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     """After two or three backwards a step is that on the sum of their gradients, whichever
@@ -93,5 +101,14 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     are dropped, synchronize() has averaged the gradients, if an optimizer has it, and
     skip_synchronize() may have been entered without a step: the gradients of the next batch are
     averaged too, by its synchronize() or by step().
+
+    Gradients that no backward has accumulated count as others do: each rank writes its own to
+    p.grad, for some parameters or for all, in place, in p.grad.data or as another tensor, and
+    step() averages them. They are not judged if an optimizer averages gradients, or changes them,
+    before step(), as in hooks of the backward; an error on every rank may refuse them.
     """
+    is_assigned = run.scenario.variant == ASSIGNED.variant
+    if is_assigned and any(rank.first("before_step") for rank in run.ranks):
+        found.leaves_out(IN_BACKWARD)
+        return
     require_right(run, found)

@@ -148,13 +148,16 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     "of experts; torch.optim, which keeps the state of a parameter without a gradient, and counts "
     "the steps of each parameter; zero_grad(set_to_none=False), and DDP, which leave zeros",
     remedy="a step that returns early without gradients; a list of parameters that is made once; "
-    "the state of a parameter, or of its rows, that is dropped after some steps without a gradient "
-    "or with zeros, or while it is frozen; one count of steps for a group of parameters",
+    "requires_grad in place of the gradient that is there; the state of a parameter, or of its "
+    "rows, that is dropped after some steps without a gradient or with zeros, or while it is "
+    "frozen; one count of steps for a group of parameters",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
-    in averages; a frozen parameter is not stepped, and an unfrozen one is. After many steps without
-    a gradient, or with a gradient of zeros, a parameter goes on from its own state.
+    in averages; a frozen parameter is not stepped, and an unfrozen one is. One that is frozen
+    between the backward and the step, as by a schedule at the end of a batch, has a gradient still:
+    it is stepped once more, as by torch.optim, with the mean if gradients are averaged. After many
+    steps without a gradient, or with one of zeros, a parameter goes on from its own state.
 
     One whose first gradient comes late begins as in a first step. The optimizer is SGD with
     momentum, and Adam or AdamW. For 260 to 300 steps in a row a parameter has no gradient, and

@@ -9,7 +9,10 @@ A parameter whose gradients are zeros on all ranks is stepped, with its momentum
 a gradient is not (torch documentation, ``torch.autograd.backward`` and
 ``torch.optim.Optimizer.zero_grad``). If an optimizer averages gradients by ``synchronize()``, as
 Horovod's does, a batch may be given up after that: the next batch's gradients are averaged all the
-same. All numbers are drawn from the session's seed.
+same. Gradients that ``torch.autograd.grad`` returns, as of gradient surgery, meta-learning or
+clipping by samples, are accumulated by no backward: the trainer writes them to ``p.grad``, and
+``step()`` reads that (torch documentation, ``torch.autograd.grad``). All numbers are drawn from the
+session's seed.
 """
 
 import math
@@ -61,8 +64,19 @@ DISCARDED = replace(
     variant="discarded",
 )
 
+ASSIGNED = replace(
+    ACCUMULATED,
+    name="optimizer_assigned",
+    summary="in most steps no backward accumulates the gradients of some parameters, or of all: "
+    "each rank writes its own to p.grad, in place, in .data or as another tensor; some of them "
+    "come from torch.autograd.grad",
+    steps=("crafted",) * 12,
+    variant="assigned",
+    observe=replace(ACCUMULATED.observe, bytes_sent=True),
+)
+
 IN_HALF = (ACCUMULATED_BFLOAT16, ACCUMULATED_FLOAT16)
-ALL = (ACCUMULATED, *IN_HALF, DISCARDED)
+ALL = (ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED)
 _ACCUMULATED = tuple({scenario.variant for scenario in (ACCUMULATED, *IN_HALF)})
 
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.
@@ -264,6 +278,47 @@ def _drops(scenario: Scenario) -> Mapping[int, Drop]:
         enters = is_averaged and (WAYS.index(way) + averages_after) % 2 == entered
         drops[step] = Drop(way, left_out, is_averaged, enters, averages_after)
     return drops
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Gradients that a trainer writes to ``p.grad`` itself, each rank its own.
+
+    Attributes:
+        indices: their parameters; those of the others come from a backward.
+        way: the tensor that is written.
+        is_first: whether the gradients are written before the backward of the others.
+        is_computed: whether ``torch.autograd.grad`` has computed them.
+    """
+
+    indices: tuple[int, ...]
+    way: str
+    is_first: bool
+    is_computed: bool
+
+
+def assigned_before(scenario: Scenario, step: int) -> Assigned | None:
+    """Return the gradients that are written before a step, if some are.
+
+    Those of all parameters are written in each way, and those of some in each way, before the
+    backward of the others and after it. In three steps all come from a backward. The first step has
+    no gradient from before, which could be written in place.
+    """
+    if scenario.variant != ASSIGNED.variant:
+        return None
+    draw = generator(scenario, "assigned")
+    params = range(len(scenario.params))
+    forms: list[Assigned | None] = [None] * (len(scenario.steps) - 3 * len(CHANGED_IN))
+    for way in CHANGED_IN:
+        forms.append(Assigned(tuple(params), way, True, draw.random() < 0.5))
+        for is_first in (True, False):
+            some = tuple(sorted(draw.sample(params, draw.randint(1, len(params) - 1))))
+            forms.append(Assigned(some, way, is_first, draw.random() < 0.5))
+    draw.shuffle(forms)
+    new = [place for place, form in enumerate(forms) if not form or form.way == NEW_TENSOR]
+    first = draw.choice(new)
+    forms[0], forms[first] = forms[first], forms[0]
+    return forms[step]
 
 
 def setting_in_half(scenario: Scenario) -> dict[str, Any]:

@@ -5,6 +5,7 @@ rank's number within its group.
 """
 
 import random
+from collections.abc import Mapping
 
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.model import Scenario
@@ -15,6 +16,9 @@ from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_rests import rests, rests_at
 from conformance.scenarios.optimizer_states import SCALED
 from conformance.scenarios.optimizer_training import EMPTY, FROZEN, UNFROZEN, plan_of
+
+# Others are frozen, or thawed, before a backward.
+_FROZEN_LATE = tuple(sorted(set(range(len(EMPTY.params))) - {FROZEN, UNFROZEN}))
 
 
 def first_kind(scenario: Scenario) -> str:
@@ -37,8 +41,23 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
         return index in late and step < first_step
     if scenario.variant != EMPTY.variant:
         return False
+    frozen_late = freezes_late(scenario)
+    if index in frozen_late:
+        return step in frozen_late[index][1:]
     changed = step >= random.Random(f"{scenario.session_seed}/frozen").randint(2, 8)
     return (index == FROZEN and changed) or (index == UNFROZEN and not changed)
+
+
+def freezes_late(scenario: Scenario) -> Mapping[int, range]:
+    """Return parameters that are frozen between a backward and its step, by their numbers.
+
+    The first of a parameter's steps is that one; until the last of them it stays frozen.
+    """
+    if scenario.variant != EMPTY.variant:
+        return {}
+    draw = random.Random(f"{scenario.session_seed}/frozen late")
+    firsts = {index: draw.randint(1, 7) for index in _FROZEN_LATE}
+    return {index: range(first, first + draw.randint(2, 4)) for index, first in firsts.items()}
 
 
 def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:

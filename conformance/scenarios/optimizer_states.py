@@ -45,9 +45,17 @@ RESTORED_RATES = replace(
     TENSOR_RATES,
     name="optimizer_restored_rates",
     summary="the same, of Adam or AdamW, and before a drawn step everything is restored to an "
-    "earlier step",
+    "earlier step; all other options of each group have been rewritten since",
     steps=("normal",) * 10,
     variant="restored_rates",
+)
+
+RESTORED_OPTIONS = replace(
+    RESTORED_RATES,
+    name="optimizer_restored_options",
+    summary="every option of each group of SGD is rewritten after a step that is restored later; "
+    "parameters of float64",
+    variant="restored_options",
 )
 
 SCALED = replace(
@@ -70,7 +78,7 @@ USERS = replace(
     variant="users",
 )
 
-ALL = (SMALL_CHANGES, TENSOR_RATES, RESTORED_RATES, SCALED, USERS)
+ALL = (SMALL_CHANGES, TENSOR_RATES, RESTORED_RATES, RESTORED_OPTIONS, SCALED, USERS)
 
 # The first parameter group, the second, and the group that is added.
 _GROUPS = ((0, 3), (1, 2), (4,))
@@ -143,6 +151,10 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
             else:
                 latest[place] = _representable(draw.uniform(0.01, 0.1))
             changes.setdefault(step, {})[place] = {"lr": latest[place]}
+    if restores:
+        for place, flag in enumerate(_alternating(draw)):
+            before, after = (_options_of_adam(draw, is_high) for is_high in (flag, not flag))
+            _rewrite(changes, draw, place, (before, after), (added, saved, restored))
     return Setting(
         warmup=draw.randint(1, 3),
         options={"lr": 2.0**-3},
@@ -152,6 +164,91 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
         back=(restored, saved) if restores else (-1, -1),
         has_tensor_rates=True,
     )
+
+
+def restored_options(draw: random.Random) -> Setting:
+    """Return the plan of options of SGD that are restored; none is written after that."""
+    flags = _alternating(draw)
+    groups = tuple(
+        (indices, _options_of_sgd(draw, not flag))
+        for indices, flag in zip(_GROUPS, flags, strict=True)
+    )
+    added = draw.randint(1, 2)
+    saved = draw.randint(added + 1, 4)
+    restored = draw.randint(saved + 2, 7)
+    changes: dict[int, dict[int, dict[str, Any]]] = {}
+    for place, flag in enumerate(flags):
+        before, after = (_options_of_sgd(draw, is_high) for is_high in (flag, not flag))
+        _rewrite(changes, draw, place, (before, after), (added, saved, restored))
+    return Setting(
+        warmup=draw.randint(1, 3),
+        options={"lr": 2.0**-3},
+        groups=groups,
+        added=added,
+        changes=changes,
+        back=(restored, saved),
+    )
+
+
+def _alternating(draw: random.Random) -> list[bool]:
+    """Return whether the options of each group are high when they are saved; one is like no
+    neighbour, so that some rise until the load and some fall.
+    """
+    first = draw.random() < 0.5
+    return [first ^ bool(place % 2) for place in range(len(_GROUPS))]
+
+
+def _options_of_sgd(draw: random.Random, is_high: bool) -> dict[str, Any]:
+    """Return options of the upper halves of their ranges, with nesterov and maximize, or others."""
+    return {
+        "lr": _in_half(draw, is_high, 0.01, 0.1),
+        "momentum": _in_half(draw, is_high, 0.5, 0.95),
+        # torch takes none with nesterov.
+        "dampening": 0.0 if is_high else draw.uniform(0.1, 0.5),
+        "weight_decay": _in_half(draw, is_high, 0.05, 0.5),
+        "nesterov": is_high,
+        "maximize": is_high,
+    }
+
+
+def _options_of_adam(draw: random.Random, is_high: bool) -> dict[str, Any]:
+    """Return options of the upper halves of their ranges, with maximize, or others."""
+    return {
+        "betas": (_in_half(draw, is_high, 0.5, 0.95), _in_half(draw, is_high, 0.8, 0.999)),
+        "eps": 10 ** _in_half(draw, is_high, -6, -2),
+        "weight_decay": _in_half(draw, is_high, 0.05, 0.5),
+        "maximize": is_high,
+    }
+
+
+def _in_half(draw: random.Random, is_upper: bool, low: float, high: float) -> float:
+    """Return a number from one half of a range, at some distance from the other half."""
+    share = draw.uniform(0.6, 1.0) if is_upper else draw.uniform(0.0, 0.4)
+    return low + share * (high - low)
+
+
+def _rewrite(
+    changes: dict[int, dict[int, dict[str, Any]]],
+    draw: random.Random,
+    place: int,
+    options: tuple[dict[str, Any], dict[str, Any]],
+    steps: tuple[int, int, int],
+) -> None:
+    """Write options to a group before a step up to the saved one, and others after that.
+
+    So each saved option is neither the one of the construction nor the one at the load.
+
+    Args:
+        changes: the options that are written, by step and by group; these are added.
+        draw: the generator.
+        place: of the group.
+        options: those that are saved, and those at the load.
+        steps: the step in which the last group is added, the saved one and the restored one.
+    """
+    added, saved, restored = steps
+    drawn = draw.randint(added, saved), draw.randint(saved + 1, restored - 1)
+    for step, written in zip(drawn, options, strict=True):
+        changes.setdefault(step, {}).setdefault(place, {}).update(written)
 
 
 def scaled(draw: random.Random) -> Setting:

@@ -27,11 +27,13 @@ from conformance.scenarios.optimizer_loops import (
 from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16, repeated
 from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, setting_of_rests
 from conformance.scenarios.optimizer_states import (
+    RESTORED_OPTIONS,
     RESTORED_RATES,
     SCALED,
     SMALL_CHANGES,
     TENSOR_RATES,
     USERS,
+    restored_options,
     scaled,
     small_changes,
     tensor_rates,
@@ -98,7 +100,8 @@ EMPTY = replace(
     PLAIN,
     name="optimizer_empty",
     summary="in some steps one rank has no gradient at all; one parameter is frozen, and one "
-    "unfrozen, at a drawn step",
+    "unfrozen, at a drawn step; others are frozen for some steps, before the first of these, after "
+    "its backward",
     steps=("crafted",) * 12,
     world_sizes=(2, 3),
     variant="empty",
@@ -196,6 +199,7 @@ USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
     *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
+    RESTORED_OPTIONS.variant,
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
     *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
     ACCUMULATED_BFLOAT16.variant,
@@ -279,6 +283,8 @@ def _plan_of(scenario: Scenario) -> Setting:
         case TENSOR_RATES.variant | RESTORED_RATES.variant:
             restores = scenario.variant == RESTORED_RATES.variant
             return tensor_rates(generator(scenario), wrapped_class(scenario), restores)
+        case RESTORED_OPTIONS.variant:
+            return restored_options(generator(scenario))
         case SMALL_CHANGES.variant:
             return small_changes(generator(scenario))
         case SCALED.variant:

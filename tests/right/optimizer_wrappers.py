@@ -214,6 +214,47 @@ class SynchronizesAnew(Synchronizes):
         average_gradients(self.param_groups, self.group, self._divided)
 
 
+class AveragesInBackward(AveragesGradients):
+    """Average all gradients at the end of each backward, as overlapping optimizers do.
+
+    A step without a backward averages by itself, as on a rank that has no batch. A gradient that is
+    assigned after a backward stays this rank's own.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.is_queued = False
+        self.is_averaged = False
+        super().__init__(optim, process_group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._arrives)
+
+    def _arrives(self, _: torch.Tensor) -> None:
+        if not self.is_queued:
+            self.is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self.is_queued = False
+        self.is_averaged = True
+        average_gradients(self.param_groups, self.group, self._divided)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.is_averaged:
+            self._average()
+        self.is_averaged = False
+        self.optim.step()
+        return loss
+
+
 class StowsIdleStates(Delegates):
     """A wrapper that puts away the state of a parameter without a gradient, until it has one."""
 
@@ -377,6 +418,7 @@ RIGHT = [
     Right("Synchronizes", "averages", kind="optimizer"),
     Right("OneBackward", "averages", kind="optimizer"),
     Right("SynchronizesAnew", "averages", kind="optimizer"),
+    Right("AveragesInBackward", "averages", kind="optimizer"),
     Right("StowsIdleStates", kind="optimizer"),
     Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),

@@ -13,9 +13,11 @@ from conformance.scenarios.averager_training import ROLLED_TO_START
 from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.optimizer_backwards import ASSIGNED
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
 from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16
 from conformance.scenarios.optimizer_rests import RESTS_OF_ADAM
+from conformance.scenarios.optimizer_states import RESTORED_OPTIONS
 from conformance.scenarios.optimizer_training import plan_of
 from conformance.scenarios.strategy_training import GRADIENT_DTYPES
 from tests.judging.oracles import test_join as joins
@@ -98,6 +100,11 @@ def short_rests() -> Run:
     return changed(run, "made", takes_any=False)
 
 
+def without_options() -> Run:
+    """Return a run of an optimizer that takes a rate alone, whose groups have other options."""
+    return changed(stepped(RESTORED_OPTIONS), "made", takes_any=False)
+
+
 NONE_YET = {"unused": True, "started": 0}
 IN_POST_HOOKS = next(scenario for scenario in JOINABLE if scenario.fault.in_post_hooks)
 
@@ -136,6 +143,13 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "target is one existing object, which cannot be made twice",
         ),
         (
+            "15.14",
+            without_options,
+            "",
+            "options that were rewritten before a load are not judged: it takes neither an "
+            "optimizer nor a class of optimizers",
+        ),
+        (
             "15.24",
             short_rests,
             "",
@@ -148,6 +162,13 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "",
             "parameters that are replaced in param_groups are not judged: it averages neither "
             "parameters nor gradients, or its param_groups do not hold the parameters themselves",
+        ),
+        (
+            "15.43",
+            having(partial(stepped, ASSIGNED), "before_step"),
+            "averages",
+            "gradients that no backward has accumulated are not judged: it averages or changes "
+            "gradients before step()",
         ),
         (
             "10.1",

@@ -9,11 +9,14 @@ from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import PLAIN, UNUSED
 from conformance.scenarios.optimizer_backwards import (
     ACCUMULATED,
+    ASSIGNED,
     CHANGED_IN,
     DISCARDED,
     IN_HALF,
+    NEW_TENSOR,
     WAYS,
     Changing,
+    assigned_before,
     averages_first,
     change_before,
     drop_before,
@@ -103,6 +106,20 @@ def test_gradients_are_dropped_in_each_way_averaged_and_not() -> None:
             left_out = [is_left_out(scenario, step, i) for i in range(len(scenario.params))]
             assert sum(left_out) == (drop is not None)
             assert averages_first(scenario, step) == (drop is not None and drop.averages_after)
+
+
+def test_gradients_of_some_and_of_all_parameters_are_written_in_each_way() -> None:
+    for seed in SEEDS:
+        scenario = drawn(ASSIGNED, seed)
+        plans = [assigned_before(scenario, step) for step in range(len(scenario.steps))]
+        assert plans.count(None) == 3
+        assert plans[0] is None or plans[0].way == NEW_TENSOR
+        count = len(scenario.params)
+        forms = [(p.way, len(p.indices) == count, p.is_first) for p in plans if p]
+        of_some = [(way, False, is_first) for way in CHANGED_IN for is_first in (False, True)]
+        assert sorted(forms) == sorted([*of_some, *((way, True, True) for way in CHANGED_IN)])
+        assert all(p.indices for p in plans if p)
+    assert assigned_before(drawn(ACCUMULATED, 3), 0) is None
 
 
 def test_a_parameter_that_rests_has_had_a_gradient_on_every_rank() -> None:

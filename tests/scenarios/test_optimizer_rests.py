@@ -3,7 +3,7 @@
 import math
 
 from conformance.scenarios.draws import drawn
-from conformance.scenarios.optimizer_gradients import has_gradient, is_frozen
+from conformance.scenarios.optimizer_gradients import freezes_late, has_gradient, is_frozen
 from conformance.scenarios.optimizer_repeats import (
     ALL,
     PASSES,
@@ -12,7 +12,8 @@ from conformance.scenarios.optimizer_repeats import (
     source_step,
 )
 from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, rests_of, zeros_at
-from conformance.scenarios.optimizer_training import wrapped_class
+from conformance.scenarios.optimizer_states import RESTORED_OPTIONS, RESTORED_RATES
+from conformance.scenarios.optimizer_training import EMPTY, plan_of, wrapped_class
 
 SEEDS = range(20)
 
@@ -72,6 +73,37 @@ def test_counts_of_steps_differ_and_the_class_is_drawn() -> None:
     for seed in SEEDS:
         scenario = drawn(RESTS_OF_ADAM, seed)
         assert sum(0 in rest.steps for rest in rests_of(scenario)) >= 2
+
+
+def test_parameters_that_are_frozen_late_have_a_gradient_once_more() -> None:
+    for seed in SEEDS:
+        scenario = drawn(EMPTY, seed)
+        assert set(freezes_late(scenario)) == {2, 3, 4}
+        for index, steps in freezes_late(scenario).items():
+            assert has_gradient(scenario, 2, None, steps.start, index)
+            assert all(is_frozen(scenario, step, index) for step in steps[1:])
+            assert not is_frozen(scenario, steps.stop, index)
+            assert steps.stop < len(scenario.steps)
+
+
+def test_every_option_is_rewritten_before_and_after_the_state_that_is_restored() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTORED_OPTIONS, seed), drawn(RESTORED_RATES, seed)):
+            plan = plan_of(scenario)
+            restored, saved = plan.back
+            rises = {}
+            for place, (_, made) in enumerate(plan.groups):
+                now = dict(made)
+                for step in range(saved + 1):
+                    now.update(plan.changes.get(step, {}).get(place, {}))
+                later = dict(now)
+                for step in range(saved + 1, restored):
+                    later.update(plan.changes.get(step, {}).get(place, {}))
+                others = set(now) - {"lr"}
+                assert "weight_decay" in others
+                assert all(later[name] != now[name] for name in others)
+                rises[place] = later["weight_decay"] > now["weight_decay"]
+            assert set(rises.values()) == {True, False}
 
 
 def test_repeated_steps_have_the_gradients_of_the_first_pass() -> None:

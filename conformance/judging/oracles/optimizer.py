@@ -49,8 +49,8 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import turn
 from conformance.scenarios.optimizer import START
-from conformance.scenarios.optimizer_backwards import change_before, is_in_half
-from conformance.scenarios.optimizer_gradients import first_kind
+from conformance.scenarios.optimizer_backwards import ASSIGNED, change_before, is_in_half
+from conformance.scenarios.optimizer_gradients import first_kind, freezes_late
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_exact,
@@ -378,6 +378,16 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
             return right.stepped[index] + rate * (gradient(rank) - unchanged)
 
         mistakes["it was stepped with the gradient from before p.grad was changed"] = step_unchanged
+    is_assigned = run.scenario.variant == ASSIGNED.variant
+    is_seen_late = is_assigned or index in freezes_late(run.scenario)
+    if is_seen_late and averages_gradients(run.scenario):
+
+        def step_alone(right: OptimizerStep, rank: int) -> torch.Tensor:
+            group = group_at(run, rank, step)
+            own = fed_gradient(run, group, group.index(rank), step, index)
+            return right.stepped[index] + rate * (gradient(rank) - own)
+
+        mistakes["it was stepped with the rank's own gradient"] = step_alone
     mistakes["it was stepped twice"] = step_twice
     for earlier in (options["lr"], *plan.rates[:step]):
         if earlier is not None and earlier != rate:

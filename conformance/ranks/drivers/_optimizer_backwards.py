@@ -6,20 +6,25 @@ from typing import Any, Protocol
 
 import torch
 
+from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.models.probe import Probe
+from conformance.records.recorder import Recorder
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_backwards import (
     ADDED,
+    ASSIGNED,
     BY_MODEL,
     BY_NONE,
     BY_OPTIMIZER,
     DROPPED,
     IN_DATA,
     NEW_TENSOR,
+    Assigned,
     Change,
     Changing,
     Drop,
+    assigned_before,
     averages_first,
     change_before,
     drop_before,
@@ -36,6 +41,8 @@ class Training(Protocol):
     model: Probe
     params: list[torch.nn.Parameter]
     optimizer: Any
+    collectives: CollectiveRecorder
+    recorder: Recorder
 
     @property
     def ranks_of_group(self) -> list[int]: ...
@@ -54,6 +61,9 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
         grads: the gradients, None for a parameter that has none.
     """
     scenario = driver.scenario
+    if scenario.variant == ASSIGNED.variant:
+        _leave_own_gradients(driver, step, grads)
+        return
     if drop := drop_before(scenario, step):
         _drop_gradients(driver, step, drop)
     parts = [shares(scenario, step, index) for index in range(len(grads))]
@@ -112,6 +122,50 @@ def _change_gradients(driver: Training, step: int, change: Change) -> None:
             grad.mul_(torch.tensor(factors).view(grad.shape).to(grad))
         if change.way == NEW_TENSOR:
             parameter.grad = grad
+
+
+def _leave_own_gradients(driver: Training, step: int, grads: Sequence[torch.Tensor | None]) -> None:
+    """Leave this rank's gradients on the parameters, some by a backward and some by writing them.
+
+    Record whether somebody has averaged, or has changed a gradient, before the step.
+    """
+    plan = assigned_before(driver.scenario, step)
+    written = plan.indices if plan else ()
+    of_backward = [None if index in written else grad for index, grad in enumerate(grads)]
+    driver.collectives.take_sent()
+    for index, parameter in enumerate(driver.params):
+        if plan is None or index not in written or plan.way == NEW_TENSOR:
+            parameter.grad = None
+    if plan and plan.is_first:
+        _assign(driver, plan, grads)
+    if any(grad is not None for grad in of_backward):
+        with driver.doing("backward"):
+            driver.model(of_backward).backward()
+    if plan and not plan.is_first:
+        _assign(driver, plan, grads)
+    is_changed = any(
+        parameter.grad is None or grad is None or not torch.equal(parameter.grad, grad)
+        for parameter, grad in zip(driver.params, grads, strict=True)
+    )
+    if driver.collectives.take_sent() or is_changed:
+        driver.recorder.event("before_step")
+
+
+def _assign(driver: Training, plan: Assigned, grads: Sequence[torch.Tensor | None]) -> None:
+    """Write gradients to ``p.grad``, as a trainer that has computed them itself."""
+    own = [grad if index in plan.indices else None for index, grad in enumerate(grads)]
+    params = [driver.params[index] for index in plan.indices]
+    values = [grad.clone() for grad in own if grad is not None]
+    if plan.is_computed:
+        with driver.doing("torch.autograd.grad"):
+            values = list(torch.autograd.grad(driver.model(own), params))
+    for parameter, value in zip(params, values, strict=True):
+        if parameter.grad is None or plan.way == NEW_TENSOR:
+            parameter.grad = value
+        elif plan.way == IN_DATA:
+            parameter.grad.data.copy_(value)
+        else:
+            parameter.grad.copy_(value)
 
 
 def _drop_gradients(driver: Training, step: int, drop: Drop) -> None:

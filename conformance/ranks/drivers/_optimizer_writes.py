@@ -1,12 +1,16 @@
-"""Writes parameters between the steps of an optimizer wrapper, or replaces them in their groups."""
+"""Writes parameters between the steps of an optimizer wrapper, replaces them in their groups, or
+freezes them.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from conformance.ranks.models.probe import Probe
+from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import Write, Writing
+from conformance.scenarios.optimizer_gradients import freezes_late
 
 
 @torch.no_grad()
@@ -65,6 +69,13 @@ def renew(model: Probe, groups: Any, plan: Write, values: list[torch.Tensor]) ->
         model.tensors[index] = new
         model.register_parameter(f"p{index}", new)
     return True
+
+
+def freeze_late(scenario: Scenario, params: Sequence[torch.Tensor], step: int) -> None:
+    """Freeze parameters that have their gradients already, as a callback at a batch's end does."""
+    for index, steps in freezes_late(scenario).items():
+        if steps.start == step:
+            params[index].requires_grad_(False)
 
 
 def write_options(group: dict[str, Any], written: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from conformance.ranks.drivers._optimizer_use import (
     read_consolidated,
     written_and_read,
 )
-from conformance.ranks.drivers._optimizer_writes import renew, write, write_options
+from conformance.ranks.drivers._optimizer_writes import freeze_late, renew, write, write_options
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
@@ -30,6 +30,7 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.closure_losses import loss_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting, Write, recipient
+from conformance.scenarios.optimizer_backwards import ASSIGNED
 from conformance.scenarios.optimizer_gradients import first_kind, has_gradient, is_frozen
 from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
 from conformance.scenarios.optimizer_repeats import source_step
@@ -199,6 +200,7 @@ class OptimizerDriver(RankDriver):
             self._step_with_scaler(self._scaler, number, kind)
         else:
             self._backward(number, kind)
+            freeze_late(self.scenario, self.params, number)
             with self.inside("step"), without_average(self, number):
                 self.optimizer.step()
 
@@ -278,7 +280,8 @@ class OptimizerDriver(RankDriver):
 
     def _backward(self, number: int, kind: str) -> None:
         """Leave this step's gradients on the parameters."""
-        if self.scenario.variant != "zeroed":
+        # A trainer may write to the gradients of the step before.
+        if self.scenario.variant not in ("zeroed", ASSIGNED.variant):
             self._forget_gradients()
         grads = self._gradients(number, kind)
         if self.ddp is not None:
