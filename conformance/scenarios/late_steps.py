@@ -44,7 +44,7 @@ ROLLED_BACK_LATE = replace(
     name="rolled_back_late",
     summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the "
     "state, and repeats the first 12 of these; 5 to 8 parameters, of the other one of float16 and "
-    "bfloat16, in two or three buckets, the first of which has several; all of it is drawn",
+    "bfloat16, in two buckets, one of which has three or more; all of it is drawn",
     params=tuple(Param((size,), "float16") for size in (509, 307, 401, 263, 601)),
     ddp=DDPOptions(bucket_cap_mb=2081 / 2**20),
     groups=(),
@@ -77,7 +77,7 @@ def draw_rolled_back_late(scenario: Scenario, draws: random.Random) -> Scenario:
     """Draw the sizes, and the numbers of steps before the save and before the load.
 
     A bucket is closed at half of all bytes. No parameter of five or more has as many: the first
-    bucket has two parameters or more, and leaves one or more to the next.
+    bucket has two or more, and leaves the others, one or more, to the second.
     """
     saves_at, later = scenario.resume.saves_at, draws.randint(300, 500)
     sizes = [draws.randint(257, 1019) for _ in range(draws.randint(5, 8))]
