@@ -352,7 +352,7 @@ def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     500 steps after it was saved. Parameters are of float16 in one of these two runs, and of
     bfloat16 in the other one, which is drawn; so are their sizes, 257 to 1,019, and the numbers of
     steps. There is one parameter if new processes go on. If one process does, there are five to
-    eight, in two buckets, one of which has three or more.
+    eight, in two buckets, with three or more in one.
     """
     saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)

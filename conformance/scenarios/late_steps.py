@@ -44,7 +44,7 @@ ROLLED_BACK_LATE = replace(
     name="rolled_back_late",
     summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the "
     "state, and repeats the first 12 of these; 5 to 8 parameters, of the other one of float16 and "
-    "bfloat16, in two buckets, one of which has three or more; all of it is drawn",
+    "bfloat16, in two buckets, with three or more in one; all of it is drawn",
     params=tuple(Param((size,), "float16") for size in (509, 307, 401, 263, 601)),
     ddp=DDPOptions(bucket_cap_mb=2081 / 2**20),
     groups=(),

@@ -333,7 +333,7 @@ def run_on_many_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
-    """Fail the first collective of the next steps, in some of which ranks stay alone."""
+    """Fail the first collective of the next steps; in some, ranks stay alone."""
     more = MIXING_STEPS - 1
     return replace(
         scenario,

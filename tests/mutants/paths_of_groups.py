@@ -64,7 +64,7 @@ def counts_users_on_world(state: Finds, bucket: Bucket) -> Result:
 
 
 class Starts:
-    """A count of steps. A load makes the state anew, of what was saved."""
+    """A count of steps. A load makes the state anew from the saved count."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, step: int = 0) -> None:
         self.group = process_group
