@@ -66,7 +66,8 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     remedy="values that decide the next step and are not in the state: a step count, a residual, a "
     "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
     "or which the saved state lacks: residuals.update(saved); a factor of the loss scale; parts of "
-    "large tensors, which come back in another order",
+    "large tensors, which come back in another order; the process group, which load_state_dict "
+    "drops, as by self.__init__(**saved)",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
@@ -78,7 +79,9 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     same bits again if its own process loads it three, five or seven steps later, as after a loss
     spike, and repeats these steps. At last it loads the state from before the first step, which
     has none of the residuals that later steps have added, and repeats three steps, or three after
-    the warm-up, unless that has unrecorded steps.
+    the warm-up, unless that has unrecorded steps. Three ranks do so, with models on two groups of
+    two ranks and of one: a state that loads in its own process keeps its group. A subject with
+    ``world_only`` is judged on WORLD alone.
 
     Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved.
     """
@@ -311,12 +314,13 @@ _OLD_UNITS = "residuals, velocities or estimates are still in units of the old l
     source="generators and discriminators, actors and critics, distillation: one loss, and one "
     "backward through several models under DDP",
     remedy="buffers, lists of pending work and counters that a module or a class keeps between two "
-    "calls: the next call may be for a bucket of the other model",
+    "calls, and the group or its size: the next call may be for a bucket of the other model",
 )
 def joint(run: Run, claims: Claims, found: Found) -> None:
     """The losses of two models are added, and one backward goes through both. Each model has a hook
     and a state of its own, and gets its own mean, while calls for buckets of both follow one
-    another.
+    another. One model is on WORLD, of three or four ranks, the other one on a group of all of them
+    but one, as experts are beside dense layers: each callback belongs to the group of its own call.
 
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.
@@ -337,16 +341,18 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
     "State; jobs that are preempted go on from any step",
     remedy="a number of the epoch, or of the round, that changes seldom and is not in the state, "
     "or that a load leaves as it is; a count of steps that is saved in too few bits; residuals of "
-    "half precision in a dtype that is narrower than the one in use",
+    "half precision in a dtype that is narrower than the one in use; flat tensors for buckets of "
+    "several parameters, which a load leaves as they are",
 )
 def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load a state of step 203 to 703, or of later ones
     after a longer warm-up, give the bits that the old processes go on to give.
 
     A state with load_state_dict also gives the same bits again if its own process loads it 300 to
-    500 steps after it was saved. The model's one parameter is of float16 in one of these two runs,
-    and of bfloat16 in the other one, which is drawn; so are its size, 257 to 1,019, and the numbers
-    of steps.
+    500 steps after it was saved. Parameters are of float16 in one of these two runs, and of
+    bfloat16 in the other one, which is drawn; so are their sizes, 257 to 1,019, and the numbers of
+    steps. There is one parameter if new processes go on. If one process does, there are five to
+    eight, in two buckets, with three or more in one.
     """
     saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)

@@ -8,6 +8,7 @@ from conformance.judging.requirements import require_optimizer, require_steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.clusters import UNUSED_GROUPS
 from conformance.scenarios.hook import COMBINED, FROZEN, STATIC, UNUSED
 from conformance.scenarios.reused_states import RECAST, REWRAPPED
 from conformance.scenarios.surroundings import AUTOCAST, DEFAULT_DTYPES
@@ -17,19 +18,21 @@ from conformance.subjects.claims import Claims
 @rule(
     "4.1",
     "Averages parameters that some ranks leave out",
-    on=(UNUSED,),
-    owns=(UNUSED,),
+    on=(UNUSED, UNUSED_GROUPS),
+    owns=(UNUSED, UNUSED_GROUPS),
     may_refuse=True,
-    needs=("2.1", "1.8"),
+    needs=("2.1", "2.7", "1.8"),
     since="1.1",
     source="torch documentation, DistributedDataParallel: find_unused_parameters",
     remedy="the .grad of a parameter that was left out, which is None or left from an earlier "
     "step: work on the bucket, which holds zeros then; offsets that leave out parameters of the "
-    "bucket that require no gradient",
+    "bucket that require no gradient; the path for find_unused_parameters, without the group",
 )
 def left_out(run: Run, claims: Claims, found: Found) -> None:
     """With find_unused_parameters=True a parameter that some ranks have not used gets the mean over
-    all ranks, with zeros for those, on every rank. A parameter that no rank has used keeps no
+    all ranks, with zeros for those, on every rank. So it does from the ranks of its group, if the
+    model is on a group of two ranks, of three; a subject with ``world_only`` is judged on WORLD
+    alone. A parameter that no rank has used keeps no
     gradient. So it is if parameters are frozen after DDP was made, for as long as no rank uses
     them, as networks are that train in turns. Or the subject refuses such a model with an error on
     every rank."""

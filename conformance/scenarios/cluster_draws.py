@@ -86,6 +86,13 @@ def _distances(ranks: tuple[int, ...]) -> set[int]:
     return {after - before for before, after in pairwise(ranks)}
 
 
+def _draw_unused_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the two of three ranks in one group."""
+    alone = numbers.randrange(3)
+    others = tuple(rank for rank in range(3) if rank != alone)
+    return replace(scenario, groups=(others, (alone,)))
+
+
 def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the two of three ranks in one group, the sizes of each dtype (``WIDE_SIZES``), and their
     order.
@@ -173,6 +180,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     "unequal_nodes": _draw_unequal_nodes,
     "equal_nodes": _draw_equal_nodes,
     "uneven_groups": _draw_uneven_groups,
+    "unused_groups": _draw_unused_groups,
     "wide_groups": _draw_wide_groups,
     "two_groups": _draw_two_groups,
     "equal_groups": _draw_equal_groups,

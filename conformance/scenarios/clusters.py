@@ -1,4 +1,5 @@
-"""The scenarios of section 24: world sizes, nodes and groups as a cluster has them.
+"""The scenarios of section 24: world sizes, nodes and groups as a cluster has them. One is of rule
+4.1.
 
 These scenarios bring their own ranks, whatever world sizes the profile has. The sizes, the nodes
 and the groups are drawn (``draws.py``): the values here are examples. The parameters are few, since
@@ -7,7 +8,7 @@ eight ranks share the cores of one machine.
 
 from dataclasses import replace
 
-from conformance.scenarios.hook import VALUES
+from conformance.scenarios.hook import UNUSED, VALUES
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
 # 64 bytes: after the first step there are three buckets. The last one, which has the first
@@ -112,6 +113,16 @@ WIDE_GROUPS = replace(
     nodes=(),
 )
 
+# A hook may take another path under find_unused_parameters: that one needs the group, too.
+UNUSED_GROUPS = replace(
+    UNUSED,
+    name="unused_groups",
+    summary="the scenario `unused` on two groups of ranks, which are drawn",
+    world_sizes=(),
+    groups=((0, 2), (1,)),
+    prerequisite="unused",
+)
+
 CLUSTERS = (
     UNEQUAL_NODES,
     EQUAL_NODES,
@@ -120,6 +131,7 @@ CLUSTERS = (
     TWO_GROUPS,
     EQUAL_GROUPS,
     BYSTANDERS,
+    UNUSED_GROUPS,
 )
 
 
@@ -147,7 +159,7 @@ def with_groups_of(scenario: Scenario, least: int) -> Scenario:
     if scenario.twin_groups:
         sizes = [max(len(group), least) for group in scenario.twin_groups]
         size = sum(sizes)
-        nodes = (1, size - 1)
+        nodes = (1, size - 1) if scenario.nodes else ()
         return replace(scenario, size=size, nodes=nodes, twin_groups=_interleaved(sizes))
     size = max(scenario.size, least)
     if len(set(scenario.nodes)) > 1:

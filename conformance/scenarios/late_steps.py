@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from conformance.scenarios.hook import ORDERED, SAVED_ONE
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.scenarios.reused_states import ROLLED_BACK
 
 FEWEST, MOST = 1000, 1200
@@ -36,14 +36,19 @@ RESUMED_LATE = replace(
     resume=replace(SAVED_LATE.resume, resumes=True),
 )
 
-# All steps from the save on feed the same gradients.
+# All steps from the save on feed the same gradients. DDP has rebuilt its buckets before the save:
+# bits can be compared for buckets of several parameters, too. A hook may keep one flat tensor for
+# such a bucket, and its parts elsewhere.
 ROLLED_BACK_LATE = replace(
     ROLLED_BACK,
     name="rolled_back_late",
     summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the "
-    "state, and repeats the first 12 of these; all of it is drawn, and the parameter is of the "
-    "other one of float16 and bfloat16",
-    params=(Param((509,), "float16"),),
+    "state, and repeats the first 12 of these; 5 to 8 parameters, of the other one of float16 and "
+    "bfloat16, in two buckets, with three or more in one; all of it is drawn",
+    params=tuple(Param((size,), "float16") for size in (509, 307, 401, 263, 601)),
+    ddp=DDPOptions(bucket_cap_mb=2081 / 2**20),
+    groups=(),
+    world_sizes=(2,),
 )
 REPEATED = 12
 
@@ -69,11 +74,18 @@ def draw_saved_late(scenario: Scenario, _: random.Random) -> Scenario:
 
 
 def draw_rolled_back_late(scenario: Scenario, draws: random.Random) -> Scenario:
-    """Draw the size, and the numbers of steps before the save and before the load."""
+    """Draw the sizes, and the numbers of steps before the save and before the load.
+
+    A bucket is closed at half of all bytes. No parameter of five or more has as many: the first
+    bucket has two or more, and leaves the others, one or more, to the second.
+    """
     saves_at, later = scenario.resume.saves_at, draws.randint(300, 500)
+    sizes = [draws.randint(257, 1019) for _ in range(draws.randint(5, 8))]
+    in_bytes = 2 * sum(sizes)
     return replace(
         scenario,
-        params=(Param((draws.randint(257, 1019),), _halves(scenario)[1]),),
+        params=tuple(Param((size,), _halves(scenario)[1]) for size in sizes),
+        ddp=replace(scenario.ddp, bucket_cap_mb=in_bytes / 2 / 2**20),
         steps=scenario.steps[:saves_at] + ("constant",) * (later + REPEATED),
         unrecorded_steps=draws.randint(0, 40),
         resume=replace(scenario.resume, rolls_back_at=saves_at + later),

@@ -7,7 +7,7 @@ rewrapped                 layers thaw, then others freeze, then two of one shape
 recast                    the same if parameters change their dtype, layers grow, and options of DDP
                           change
 rolled_back               a process loads the state that it has saved some steps before, and at last
-                          the one from before its first step
+                          the one from before its first step; models on two groups of ranks
 """
 
 import random
@@ -90,13 +90,17 @@ RECAST = replace(
     prerequisite="values",
 )
 
-# All steps from the save on feed the same gradients.
+# All steps from the save on feed the same gradients. A state keeps its process group if it loads
+# what it has saved. (New processes may unpickle one that has lost it: PowerSGDState of torch does.)
 ROLLED_BACK = replace(
     SAVED_ONE,
     name="rolled_back",
     summary="after three to seven more steps a process loads the state that it has saved, and "
-    "repeats these steps; the number is drawn",
+    "repeats these steps; on two groups, of two ranks and of one; the groups and the number of "
+    "steps are drawn",
     steps=("crafted", "crafted", "normal", *("constant",) * 8),
+    world_sizes=(),
+    groups=((0, 2), (1,)),
     resume=replace(SAVED_ONE.resume, rolls_back_at=7),
 )
 
@@ -202,12 +206,15 @@ def _draw_versions(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the number of steps that are repeated: 3, 5 or 7."""
+    """Draw the number of steps that are repeated, 3, 5 or 7, and the rank that trains alone."""
     count = numbers.choice((3, 5, 7))
+    alone = numbers.randrange(3)
+    others = tuple(rank for rank in range(3) if rank != alone)
     saves_at = scenario.resume.saves_at
     return replace(
         scenario,
         steps=scenario.steps[:saves_at] + ("constant",) * (2 * count),
+        groups=(others, (alone,)),
         resume=replace(scenario.resume, rolls_back_at=saves_at + count),
     )
 

@@ -54,29 +54,33 @@ CLOCKS = replace(
 # Backward goes through the twin first, whose forward comes last. The callbacks of both models run
 # after the last call of the hook, as they do if communication takes longer than backward.
 #
-# Two ranks, on a group of their own: the twin's gradients are recorded by groups.
+# The groups of the models differ in size: a callback that reads the group of the latest call, and
+# not of its own, divides by another number of ranks.
 JOINT = replace(
     BUCKETS,
     name="joint",
     summary="the losses of two models with the same subject are added, and one backward goes "
-    "through both; several buckets each; callbacks run after the last call, in an order that "
-    "is drawn",
+    "through both; one is on WORLD, and one on a group of some of its ranks; several buckets "
+    "each; callbacks run after the last call, in an order that is drawn; so are the groups",
     steps=("crafted", "crafted", "normal", "crafted"),
-    size=2,
+    size=3,
     twin=True,
     joint=True,
     order="seeded",
     seed=3,
-    twin_groups=((0, 1),),
+    twin_groups=((0, 2), (1,)),
     prerequisite=TWO_MODELS.name,
 )
 
 ALL = (DEFAULT_DTYPES, AUTOCAST, CLOCKS, JOINT)
 
 
-def with_ranks(scenario: Scenario, count: int) -> Scenario:
-    """Return the scenario ``joint`` with a number of ranks."""
-    return replace(scenario, size=count, twin_groups=(tuple(range(count)),))
+def _draw_joint(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw three or four ranks, and the one that is alone in its twin's group."""
+    size = numbers.choice((3, 4))
+    alone = numbers.randrange(size)
+    others = tuple(rank for rank in range(size) if rank != alone)
+    return replace(scenario, size=size, twin_groups=(others, (alone,)))
 
 
 def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -116,4 +120,8 @@ def with_small_parameters(scenario: Scenario) -> Scenario:
     return replace(scenario, params=VALUES.params, ddp=VALUES.ddp, period=0)
 
 
-DRAWS = {DEFAULT_DTYPES.name: draw_default_dtypes, AUTOCAST.name: _draw_autocast}
+DRAWS = {
+    DEFAULT_DTYPES.name: draw_default_dtypes,
+    AUTOCAST.name: _draw_autocast,
+    JOINT.name: _draw_joint,
+}

@@ -187,7 +187,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_long(scenario, claims)
             and bool(scenario.size)
-            and scenario.name != JOINT.name  # of two ranks, whose several buckets mix
+            and scenario.name != JOINT.name  # whose several buckets mix
         ),
         changes.use_one_bucket,
         "many ranks and buckets over many steps take long",

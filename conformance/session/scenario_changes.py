@@ -25,7 +25,7 @@ from conformance.scenarios import (
     kinds_in_clusters,
     optimizer_training,
 )
-from conformance.scenarios.clusters import CLUSTERS, with_groups_of
+from conformance.scenarios.clusters import CLUSTERS, UNUSED_GROUPS, with_groups_of
 from conformance.scenarios.evidence import (
     FEEDBACK_RESCALED,
     FEEDBACK_RESTING,
@@ -51,10 +51,7 @@ from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_B
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.sparse import SPARSE
 from conformance.scenarios.specials import base_kind, with_all_elements, without_element
-from conformance.scenarios.surroundings import (
-    JOINT,
-    with_ranks,
-)
+from conformance.scenarios.surroundings import JOINT
 from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, within_range
 from conformance.subjects.claims import (
@@ -85,6 +82,8 @@ _WITH_RANDOM_VALUES = (
     *(scenario.name for scenario in KINDS[HOOK].scenarios if "normal" in scenario.steps),
 )
 _SAVED_EARLY = tuple(one.name for one in (SAVED_ONE, RESUMED_ONE, ROLLED_BACK))
+# Hooks that average over WORLD are not tried on groups here.
+_ON_GROUPS = (ROLLED_BACK.name, UNUSED_GROUPS.name)
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
 _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
@@ -158,8 +157,6 @@ def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
         return averager_training.on_two_groups(scenario, generator(scenario), claims.min_world_size)
     if scenario.name == joins_in_loops.TWO_GROUPS.name:
         return join_loop_draws.draw_groups(scenario, generator(scenario), claims.min_world_size)
-    if scenario.name == JOINT.name:
-        return with_ranks(scenario, claims.min_world_size)
     if scenario.name == RESUMED_BY_OTHER_RANKS.name:
         return replace(scenario, size=claims.min_world_size + 1)
     return with_groups_of(scenario, claims.min_world_size)
@@ -172,6 +169,9 @@ def use_one_bucket(scenario: Scenario, claims: Claims) -> Scenario:
 
 def count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
     """Let the subject see the numbers of WORLD."""
+    if scenario.name in _ON_GROUPS:
+        # Rule 2.7 judges the claim. Here DDP would drop what ranks of another group have used.
+        scenario = replace(scenario, groups=(), size=max(map(len, scenario.groups)))
     return replace(scenario, world_only=True)
 
 
@@ -185,6 +185,7 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
         joins_in_loops.TWO_GROUPS.name,
         JOINT.name,
         RESUMED_BY_OTHER_RANKS.name,
+        ROLLED_BACK.name,
     )
     return brings_ranks and smallest < claims.min_world_size
 
@@ -332,7 +333,7 @@ def run_on_many_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
-    """Fail the first collective of the next steps, in some of which ranks stay alone."""
+    """Fail the first collective of the next steps; in some, ranks stay alone."""
     more = MIXING_STEPS - 1
     return replace(
         scenario,

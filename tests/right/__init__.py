@@ -73,6 +73,7 @@ _MODULES = (
     "own_code",
     "own_code_of_kinds",
     "saved_numbers",
+    "paths_of_groups",
     "bounded",
     "warm_ups",
 )

@@ -431,6 +431,7 @@ class HookDriver(RankDriver):
         return loss
 
     def _scripted(self, step: int, kind: str) -> list[torch.Tensor | None]:
+        leaves_out = self.scenario.ddp.find_unused_parameters
         grads = scripted_gradients(
             self.scenario.params,
             kind,
@@ -438,7 +439,7 @@ class HookDriver(RankDriver):
             self.rank,
             step,
             self.device,
-            leaves_out=self.scenario.ddp.find_unused_parameters,
+            leaves_out_as=self.group_rank if leaves_out else None,
             period=self.scenario.period,
         )
         scale = self.scenario.loss_scale(step)

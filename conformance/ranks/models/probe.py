@@ -192,18 +192,19 @@ def scripted_gradients(
     step: int,
     device: torch.device,
     *,
-    leaves_out: bool = False,
+    leaves_out_as: int | None = None,
     period: int = 0,
 ) -> list[torch.Tensor | None]:
     """Return the gradients that ``rank`` feeds at ``step``, each in its parameter's layout.
 
     Args:
-        leaves_out: return None for each parameter that the rank leaves out of its forward.
+        leaves_out_as: the number of the rank within its group, which decides the parameters that
+            its forward leaves out; None is returned for each of them. None if it uses all.
         period: the length of the table that gradients repeat, or 0.
     """
     grads: list[torch.Tensor | None] = []
     for index, spec in enumerate(params):
-        if leaves_out and not uses(world, rank, step, index, kind):
+        if leaves_out_as is not None and not uses(world, leaves_out_as, step, index, kind):
             grads.append(None)
             continue
         dtype = getattr(torch, spec.dtype)

@@ -196,6 +196,7 @@ OPTION_SCENARIOS = (
     "two_models",
     "uneven",
     "unused",
+    "unused_groups",
 )
 
 # Scenarios that repeat the requirement elsewhere: residuals need not become as small again. Where
