@@ -238,7 +238,7 @@ def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 @parity_rule(
     "19.30",
-    "Autocast to float16 works",
+    "Autocast to float16, and several settings at once, work",
     on=(HALF,),
     owns=(HALF,),
     needs=("19.9",),

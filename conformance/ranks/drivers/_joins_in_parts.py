@@ -271,6 +271,8 @@ class TracedNumbers(Numbers):
         self.has_stepped = False
         self.follows_state = False
         self._followed: dict[str, str] = {}
+        self._first_state: dict[str, str] = {}
+        self._moved: set[str] = set()
         self._moving: list[dict[int, Mask]] = []
 
     def step(self) -> None:
@@ -307,16 +309,20 @@ class TracedNumbers(Numbers):
 
     def note_followed(self) -> None:
         """Record digests of the state of all steps, which are the same on ranks that hold the same
-        state after each of them.
+        state after each of them; without values that no step changes.
         """
         if self.follows_state:
-            self.driver.recorder.event("followed", digests=self._followed)
+            digests = {name: self._followed[name] for name in self._followed if name in self._moved}
+            self.driver.recorder.event("followed", digests=digests)
 
     def _follow_state(self) -> None:
         if not self.follows_state:
             return
         state = self._state(asks=False)
-        known = self._followed if self._followed else dict.fromkeys(state, "")
+        if not self._followed:
+            self._first_state = state
+        known = self._followed or dict.fromkeys(state, "")
+        self._moved |= {name for name in known if state.get(name) != self._first_state[name]}
         self._followed = {
             name: digest_of_bytes(f"{known[name]} {digest}".encode())
             for name, digest in state.items()
