@@ -170,7 +170,7 @@ def long_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
 
 
 def _thrown(draw: random.Random, size: int, steps: int) -> list[PartContext]:
-    """Return a row of contexts with a number of steps in all, of which three throw."""
+    """Return a row of contexts with a number of steps in all; three of them throw."""
     first = draw.randrange(size)
     second = (first + 1) % size
     contexts = []

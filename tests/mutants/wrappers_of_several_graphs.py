@@ -74,13 +74,19 @@ def dtype_of_the_newest_graph(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def autocast_of_any_graph(module: torch.nn.Module) -> torch.nn.Module:
-    """Recompute under autocast if one of the block's last three graphs has it."""
-    settings: list[Setting] = []
+    """Recompute under autocast if a graph of the block that waits for its backward has it."""
+    waiting: list[Setting] = []
 
     def begin() -> Callable[[], Setting]:
         own = _setting()
-        settings.append(own)
-        return lambda: next((one for one in settings[-3:] if one[0]), own)
+        waiting.append(own)
+
+        def find() -> Setting:
+            found = next((one for one in waiting if one[0]), own)
+            waiting.remove(own)
+            return found
+
+        return find
 
     return _recomputes_under(begin)(module)
 

@@ -313,7 +313,7 @@ def seeds_by_a_count(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def once(module: torch.nn.Module) -> torch.nn.Module:
-    """Recompute once for each graph, and refuse another backward of it."""
+    """Recompute once for each graph, and refuse a second backward."""
     inside = type(module)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ def run_under_settings(
     draw: Draw,
     keep: Keep,
 ) -> None:
-    """Run forwards under several settings of autocast, and then their backwards outside of it: each
+    """Run forwards under several settings of autocast, and then their backwards without it: each
     for itself, or all in one.
     """
     forwards, backwards = orders_of_settings(scenario, step)
