@@ -55,7 +55,6 @@ OTHER_GRADIENTS = "after even inputs its gradients are neither means nor sums ov
 NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate after even inputs"
 COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
 
-
 _OF_STEP = re.compile(r"\d+/\d+/(?:grad|local)/p\d+")
 
 Place = tuple[Member, int, int]
@@ -174,14 +173,7 @@ def require_replicas(
     cause: str = "ranks that joined early keep values of their own",
     contexts: Sequence[int] | None = None,
 ) -> None:
-    """Require the same state on all ranks after uneven inputs.
-
-    Args:
-        run: the run.
-        found: receives the findings.
-        cause: of a difference.
-        contexts: those to judge; all but the first one by default.
-    """
+    """Require the same state on all ranks after uneven inputs: by default after all of these."""
     names = _replicated(run)
     if not names:
         found.does_not_apply(NO_STATE)
