@@ -17,6 +17,7 @@ from conformance.judging.oracles.wrapper_training import (
     require_all_batches,
     require_memory_back,
     require_same_frozen,
+    require_same_half,
     require_same_long_run,
     require_same_or_refused,
     require_same_training,
@@ -46,6 +47,7 @@ from conformance.scenarios.wrapper_training import (
     PENALTY,
     RANGES,
     RETAINED,
+    RETAINS_MASKS,
     SINGLE,
     WAYS_OF_WRITING,
     WRITTEN,
@@ -152,12 +154,18 @@ def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     owns=(RETAINED,),
     needs=("19.23",),
     source="torch documentation, torch.Tensor.backward: retain_graph",
-    remedy="saved tensors that the first backward frees, clears or overwrites",
+    remedy="saved tensors that the first backward frees, clears or overwrites; a state of the "
+    "generator that the first recomputation frees, or that the next one goes on from",
 )
 def retained(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With retain_graph=True, another backward of the same graph adds the gradients that it adds
-    without the wrapper, or the wrapper raises an error."""
-    require_same_or_refused(runs, found)
+    without the wrapper, or the wrapper raises an error.
+
+    In later steps blocks have dropout, whose share is drawn, and each of three backwards has the
+    mask of the forward. With the claim draws_anew this is required of the steps without dropout.
+    """
+    anew = claims.has("draws_anew")
+    require_same_or_refused(runs, found, steps_compared=RETAINS_MASKS if anew else None)
 
 
 @parity_rule(
@@ -230,7 +238,7 @@ def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 @parity_rule(
     "19.30",
-    "Autocast to float16 works",
+    "Autocast to float16, and several settings at once, work",
     on=(HALF,),
     owns=(HALF,),
     needs=("19.9",),
@@ -242,9 +250,14 @@ def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 def half(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A recomputation in a backward outside of autocast runs in float16 if the forward did, and
     gives the same gradients; also if the blocks have run under another autocast in between, as for
-    a metric or a teacher. In each step one or two blocks of three, which are drawn, get their input
-    by keyword alone."""
-    require_same_training(runs, found)
+    a metric or a teacher.
+
+    In two more steps forwards without autocast, in float16 and in bfloat16 have graphs at once, and
+    each runs again under its own setting; the backward is one, or one for each forward. Their
+    order is drawn. In each step one or two blocks of three, which are drawn, get their input by
+    keyword alone.
+    """
+    require_same_half(runs, found)
     require_same_modes(runs, found)
 
 
@@ -340,7 +353,8 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     long = {name: run for name, run in runs.items() if run.scenario.variant == LONG.variant}
     others = {name: run for name, run in runs.items() if name not in {*of_indices, *long}}
     of_half = {name: run for name, run in runs.items() if run.scenario.variant == HALF.variant}
-    require_same_training(others, found)
+    require_same_training({name: one for name, one in others.items() if name not in of_half}, found)
+    require_same_half(of_half, found)
     require_same_long_run(long, claims, found)
     require_same_modes(of_half, found)
     require_same_training(of_indices, found, steps=1 if claims.has("draws_anew") else None)

@@ -16,6 +16,11 @@ Lengths = tuple[int, ...]  # numbers of inputs, by group rank
 
 DIVISOR = "divide_by_initial_world_size"
 
+# The first contexts of ``counts`` with large integers, and with those that int32 has not. They have
+# even inputs.
+LARGE_TRIAL = 1
+HUGE_TRIAL = 4
+
 JOINABLES_OF_EPOCHS = 3
 
 DDP_IS_FIRST = 3  # from this context of ``epochs`` on
@@ -27,7 +32,8 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     drawn for the scenario.
 
     - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs.
-    - ``counts``: 2 to 4 on all ranks, twice; then two rows of uneven inputs.
+    - ``counts``: 2 to 4 on all ranks, twice; then two rows of uneven inputs; the last three rows
+      once more.
     - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
       1,001 to 1,400 on one rank. A probe names the number, for one rank and then for another.
     - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
@@ -52,7 +58,8 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
         return [even, *(_uneven(numbers, size, first + row) for row in range(4))]
     if scenario.variant == "counts":
         even = (numbers.randint(2, 4),) * size
-        return [even, even, *(_uneven(numbers, size, first + row) for row in range(2))]
+        large = [even, *(_uneven(numbers, size, first + row) for row in range(2))]
+        return [even, *large, *large]
     if scenario.variant == "long":
         counts = [numbers.randint(100, 300), numbers.randint(100, 300), numbers.randint(1001, 1400)]
         if scenario.is_probe:

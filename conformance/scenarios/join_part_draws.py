@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES
+from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES, THROWS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
@@ -32,10 +32,14 @@ AFTER_UNEVEN = 10
 AFTER_EVEN = 11
 SCHEDULE_AFTER_JOINS = 12
 
-_FIRST_UNEVEN = 13
+# Contexts of one joinable; throw_on_early_termination ends the first, the third and the fourth one.
+THROWN = (13, 14, 15, 16, 17)
+
+_FIRST_UNEVEN = 18
 _STEPS = (9, 11)
 _SHADOWS = 4  # at least; chance leaves no element as it is in so many steps
 _STEPS_OF_SCHEDULE = (100, 140)
+_LONG_STEPS = (62, 72)
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,14 @@ class Uneven:
     Attributes:
         late: the group rank with the most inputs.
         plain: the first context.
-        rest: the context after it, with even inputs; the same joinable.
+        rest: the context after it, with even inputs; the same joinable. None if there is none.
         again: the first one again, with a new joinable.
         outdated: again, and values of the other ranks go back by a step while they shadow.
     """
 
     late: int
     plain: int
-    rest: int
+    rest: int | None
     again: int
     outdated: int
 
@@ -67,6 +71,7 @@ class PartContext:
         is_new: it has a new joinable.
         ending: the way in which it ends.
         is_schedule: the hyperparameters alone are on record.
+        is_long: the state at its end alone is on record.
     """
 
     inputs: tuple[int, ...]
@@ -74,6 +79,13 @@ class PartContext:
     is_new: bool = True
     ending: str = ENDS
     is_schedule: bool = False
+    is_long: bool = False
+
+    def taken(self, rank: int) -> int:
+        """Return the number of steps that a rank takes: all stop with the first one if the context
+        throws.
+        """
+        return min(self.inputs) if self.ending == THROWS else self.inputs[rank]
 
 
 @lru_cache(maxsize=64)
@@ -87,6 +99,13 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
 
     The schedule is read in 100 to 140 steps, M, after a context with uneven inputs and one with
     even ones, which have T steps; and in M + T steps of one context.
+
+    Five more contexts of one joinable have M + T steps. In the first one a drawn rank runs out
+    after 1 to 3 steps, and all ranks throw; in the third and fourth one another rank runs out,
+    after 1 or 2 steps. One that has counted a step too much for each throw is then not level with
+    the other. The second one has 2 or 3 steps.
+
+    Each rank trains alone for long once more: the contexts have 62 to 72 steps.
 
     A scenario that brings its own number of ranks has the contexts with uneven inputs alone, after
     two with even ones.
@@ -107,6 +126,7 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
             *_interrupted(draw, size, steps),
             *_schedule(draw, size),
         ]
+        contexts += _thrown(generator(scenario, "thrown"), size, max(contexts[SCHEDULE].inputs))
     for one in uneven_contexts(scenario, size):
         inputs = _inputs(draw, size, one.late, steps)
         most = max(inputs)
@@ -114,6 +134,11 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
         contexts.append(PartContext(inputs))
         contexts.append(PartContext(rest, most, is_new=False))
         contexts += [PartContext(inputs)] * 2
+    of_long = generator(scenario, "long")
+    for one in long_contexts(scenario, size):
+        most = of_long.randint(*_LONG_STEPS)
+        row = tuple(most if at == one.late else of_long.randint(2, 3) for at in range(size))
+        contexts += [PartContext(row, is_long=True)] * 3
     return tuple(contexts)
 
 
@@ -126,6 +151,45 @@ def uneven_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
         Uneven(late, *range(begin + 4 * place, begin + 4 * place + 4))
         for place, late in enumerate(ranks)
     )
+
+
+@lru_cache(maxsize=64)
+def long_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
+    """Return the contexts in which each rank trains alone for long, in the same order of ranks.
+
+    A scenario that brings its own number of ranks has none.
+    """
+    if scenario.size:
+        return ()
+    short = uneven_contexts(scenario, size)
+    begin = _FIRST_UNEVEN + 4 * len(short)
+    return tuple(
+        Uneven(one.late, begin + 3 * place, None, begin + 3 * place + 1, begin + 3 * place + 2)
+        for place, one in enumerate(short)
+    )
+
+
+def _thrown(draw: random.Random, size: int, steps: int) -> list[PartContext]:
+    """Return a row of contexts with a number of steps in all; three of them throw."""
+    first = draw.randrange(size)
+    second = (first + 1) % size
+    contexts = []
+    begin = 0
+    for ends, most in ((first, 3), (None, 3), (second, 2), (second, 2)):
+        count = draw.randint(1 + (ends is None), most)
+        # A rank that does not run out has more inputs.
+        more = [0 if ends in (None, at) else draw.randint(1, 4) for at in range(size)]
+        contexts.append(
+            PartContext(
+                tuple(count + added for added in more),
+                begin,
+                is_new=begin == 0,
+                ending=ENDS if ends is None else THROWS,
+            )
+        )
+        begin += count
+    rest = (steps - begin,) * size
+    return [*contexts, PartContext(rest, begin, is_new=False, is_long=True)]
 
 
 def _inputs(draw: random.Random, size: int, late: int, steps: int) -> tuple[int, ...]:

@@ -10,12 +10,13 @@ from conformance.scenarios.joinable import PLAIN
 IN_PARTS = replace(
     PLAIN,
     name="joinable_in_parts",
-    summary="the same steps in one context and in several; one is broken off, and one "
-    "is disabled; a hundred steps after two joins; uneven inputs of each rank, once with values on "
-    "the rank that has joined that are out of date; the numbers are drawn",
+    summary="the same steps in one context and in several; one is broken off, one is disabled, and "
+    "two throw as a rank runs out; a hundred steps after two joins; uneven inputs of each rank, "
+    "few and then more than sixty, once with values on the rank that has joined that are out of "
+    "date; the numbers are drawn",
     variant="in_parts",
     world_sizes=(2,),
-    deadline=30.0,
+    deadline=45.0,
 )
 
 TWO_JOINED = replace(

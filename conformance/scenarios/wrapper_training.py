@@ -18,16 +18,20 @@ wrapper_inputs   the order of three ways to ask for single gradients, with and w
                  of parameters that are there before
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
 wrapper_written  the order of the ways to change a tensor of a block that has run
-wrapper_half     the blocks that get their input by keyword
+wrapper_half     the blocks that get their input by keyword; the order of forwards under several
+                 settings of autocast, and of their backwards
+wrapper_retained the share of dropout
 wrapper_long     300 to 380 steps, with batches of 1 to 12 rows; for each block the step from which
                  on it draws random numbers; the steps before which the network is evaluated
 """
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from conformance.scenarios.model import Observation, Param, Scenario
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.training_sizes import sizes_between
 from conformance.scenarios.wrapper import PLAIN
 
@@ -110,11 +114,22 @@ MANY = replace(
 RETAINED = replace(
     PLAIN,
     name="wrapper_retained",
-    summary="two backwards of one graph, with retain_graph=True",
-    steps=("normal",) * 2,
+    summary="two backwards of one graph, with retain_graph=True, and three if blocks have dropout",
+    steps=("normal",) * 4,
     world_sizes=(2,),
     variant="training_retained",
 )
+
+# The first step of ``wrapper_retained`` with dropout.
+RETAINS_MASKS = 2
+
+
+def retained_share(scenario: Scenario, step: int) -> float:
+    """Return the share of dropout in a step of ``wrapper_retained``: 0, and later 0.1 to 0.5."""
+    if step < RETAINS_MASKS:
+        return 0.0
+    return generator(scenario, f"share/{step}").uniform(0.1, 0.5)
+
 
 PENALTY = replace(
     PLAIN,
@@ -225,13 +240,53 @@ HALF = replace(
     name="wrapper_half",
     summary="the forward runs in float16 by autocast, the backward outside of autocast; in two of "
     "three steps a forward without gradients comes between them, under another autocast or none; "
-    "some blocks get their input by keyword alone",
+    "in two more steps forwards with gradients, without autocast and in two dtypes, come before "
+    "their backwards; some blocks get their input by keyword alone",
+    steps=("normal",) * 5,
     world_sizes=(2,),
     variant="training_half",
 )
 
 # The phase of a forward between another forward and its backward.
 OTHER_FORWARD = "other"
+
+# The phases of a forward and its backward, if forwards under other settings have graphs, too.
+FORWARD_UNDER = "forward under "
+BACKWARD_UNDER = "backward under "
+
+# float32 is that without autocast.
+SETTINGS = ("float32", "float16", "bfloat16")
+_FIRST_WITH_SETTINGS = 3
+
+
+def has_settings(step: int) -> bool:
+    """Whether a step of ``wrapper_half`` has a forward under each of ``SETTINGS``."""
+    return step >= _FIRST_WITH_SETTINGS
+
+
+def has_one_backward(step: int) -> bool:
+    """Whether the forwards of such a step have one backward together."""
+    return step > _FIRST_WITH_SETTINGS
+
+
+def orders_of_settings(scenario: Scenario, step: int) -> tuple[list[str], list[str]]:
+    """Return the orders of forwards, and of backwards, in such a step.
+
+    The last forward is another one in each of two steps, and one of them has autocast.
+    """
+    numbers = generator(scenario, "settings")
+    last = numbers.sample(SETTINGS, 2)[step % 2]
+    of_step = generator(scenario, f"settings/{step}")
+    others = [name for name in SETTINGS if name != last]
+    forwards = [*of_step.sample(others, len(others)), last]
+    # Neither in the order of a queue nor in that of a stack.
+    orders = [
+        list(order)
+        for order in itertools.permutations(forwards)
+        if list(order) not in (forwards, forwards[::-1])
+    ]
+    return forwards, of_step.choice(orders)
+
 
 LONG_STEPS = (300, 380)
 

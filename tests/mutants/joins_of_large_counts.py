@@ -69,6 +69,37 @@ class TakesTheLargestCount(Counts):
             self.net.inputs.copy_(largest)
 
 
+class SendsCountsInInt32(Counts):
+    """Send counts in one message of int32, half the size."""
+
+    def hand_out_counts(self, place: int) -> None:
+        sent = self.net.inputs.int()
+        dist.broadcast(sent, dist.get_global_rank(self.group, place), group=self.group)
+        if self.group.rank() != place:
+            self.net.inputs.copy_(sent)
+
+
+class SendsCountsInWords(Counts):
+    """Send each count as two words of 16 bits, in float32; four would be right."""
+
+    def hand_out_counts(self, place: int) -> None:
+        words = torch.stack([self.net.inputs % 2**16, self.net.inputs // 2**16 % 2**16]).float()
+        dist.broadcast(words, dist.get_global_rank(self.group, place), group=self.group)
+        if self.group.rank() != place:
+            low, high = words.long()
+            self.net.inputs.copy_(low + high * 2**16)
+
+
+class KeepsCountsWithinInt32(Counts):
+    """Receivers hold counts within the range of int32, for a table of metrics."""
+
+    def hand_out_counts(self, place: int) -> None:
+        sent = self.net.inputs.clone()
+        dist.broadcast(sent, dist.get_global_rank(self.group, place), group=self.group)
+        if self.group.rank() != place:
+            self.net.inputs.copy_(sent.clamp(max=2**31 - 1))
+
+
 # ---- Gradients with a factor below 1
 
 
@@ -129,7 +160,14 @@ class ClipsEachParameter(Averages):
 MUTANTS = [
     *(
         Mutant(name, ("17.19",), kind="joinable")
-        for name in ("PacksItsCounts", "SendsDigits", "TakesTheLargestCount")
+        for name in (
+            "PacksItsCounts",
+            "SendsDigits",
+            "TakesTheLargestCount",
+            "SendsCountsInInt32",
+            "SendsCountsInWords",
+            "KeepsCountsWithinInt32",
+        )
     ),
     *(Mutant(name, ("17.18",), kind="joinable") for name in ("ClipsEachParameter",)),
     *(

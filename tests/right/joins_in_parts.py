@@ -118,9 +118,11 @@ class StepsInTheNextStep(Mean):
         super().__init__(process_group)
         self.pending = self.zeros()
 
-    def step(self) -> None:
+    def loss(self) -> torch.Tensor:
+        # Behind notify_join_context(), which raises an error if another rank has run out of inputs:
+        # a rank that is stopped there would make the update now, and once more later.
         super().update(self.pending)
-        super().step()
+        return super().loss()
 
     def update(self, mean: torch.Tensor) -> None:
         self.pending = mean
@@ -196,6 +198,63 @@ class SumsItsInputs(Mean):
         super().shadow()
 
 
+class FetchesAhead(Mean):
+    """Draw a batch from the rank's own generator before it notifies, and keep it if it is stopped.
+
+    Tokens are counted in int64, and handed out in two words of 32 bits.
+    """
+
+    batch: torch.Tensor | None = None
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.draws = torch.Generator().manual_seed(process_group.rank())
+        self.net.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+
+    def step(self) -> None:
+        if self.batch is None:
+            self.batch = torch.randn(5, 4, generator=self.draws)
+        super().step()
+
+    def loss(self) -> torch.Tensor:
+        batch, self.batch = self.batch, None
+        return self.net(batch).square().mean()
+
+    def update(self, mean: torch.Tensor) -> None:
+        super().update(mean)
+        self.net.tokens += 20 * self.group.size()
+
+    def handed_out(self) -> list[torch.Tensor]:
+        # A word is sent as an integer with a sign, in which it is one of the same 32 bits.
+        return [*super().handed_out(), self.net.tokens.view(1).view(torch.int32)]
+
+
+class AlignsToTrainers(Mean):
+    """All ranks take the weights of one that trains every 40 steps, against drift."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.count = 0
+
+    def update(self, mean: torch.Tensor) -> None:
+        super().update(mean)
+        self.align(trains=True)
+
+    def shadow(self) -> None:
+        super().shadow()
+        self.align(trains=False)
+
+    def align(self, trains: bool) -> None:
+        self.count += 1
+        if self.count % 40:
+            return
+        place = torch.tensor([self.group.rank() if trains else -1])
+        dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
+        for parameter in self.parameters:
+            source = dist.get_global_rank(self.group, int(place))
+            dist.broadcast(parameter.detach(), source, group=self.group)
+
+
 RIGHT = [
     Right(name, kind="joinable")
     for name in (
@@ -206,5 +265,7 @@ RIGHT = [
         "RestartsItsInputs",
         "DecaysByEpochs",
         "SumsItsInputs",
+        "FetchesAhead",
+        "AlignsToTrainers",
     )
 ]

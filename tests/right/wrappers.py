@@ -312,6 +312,25 @@ def seeds_by_a_count(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def once(module: torch.nn.Module) -> torch.nn.Module:
+    """Recompute once for each graph, and refuse a second backward."""
+    inside = type(module)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran.append(True)
+            if len(ran) > 2:
+                raise RuntimeError("a graph is recomputed once")
+            return inside.forward(self, *args, **kwargs)
+
+        return careful_checkpoint(run, *args, **kwargs)
+
+    module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
+    return module
+
+
 class Composed:
     """A callable object that puts one wrapper around another."""
 
@@ -333,5 +352,6 @@ RIGHT = [
     Right("composed", "recomputes", kind="wrapper"),
     Right("narrow_if_exact", kind="wrapper"),
     Right("in_a_pool", kind="wrapper"),
+    Right("once", "recomputes", kind="wrapper"),
     Right("seeds_by_a_count", "recomputes, draws_anew", kind="wrapper"),
 ]

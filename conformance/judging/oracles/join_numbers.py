@@ -33,7 +33,7 @@ not been handed out, as a count of steps.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -54,7 +54,6 @@ NO_GRADIENTS = "it leaves no gradients in parameters that autograd trains"
 OTHER_GRADIENTS = "after even inputs its gradients are neither means nor sums over ranks"
 NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate after even inputs"
 COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
-
 
 _OF_STEP = re.compile(r"\d+/\d+/(?:grad|local)/p\d+")
 
@@ -169,14 +168,17 @@ def ways(run: Run, places: list[Place]) -> list[bool]:
 
 
 def require_replicas(
-    run: Run, found: Found, cause: str = "ranks that joined early keep values of their own"
+    run: Run,
+    found: Found,
+    cause: str = "ranks that joined early keep values of their own",
+    contexts: Sequence[int] | None = None,
 ) -> None:
-    """Require the same state on all ranks after uneven inputs."""
+    """Require the same state on all ranks after uneven inputs: by default after all of these."""
     names = _replicated(run)
     if not names:
         found.does_not_apply(NO_STATE)
         return
-    for context in _contexts(run)[1:]:
+    for context in _contexts(run)[1:] if contexts is None else contexts:
         for name in names:
             held = {m.rank.rank: state_of(m, "left").get(name, "none") for m in _of(run, context)}
             first = next(_of(run, context))

@@ -17,12 +17,14 @@ alone, such as a sum of its own inputs, may belong to a result of all ranks, and
 So do elements and numbers that are not alike on all ranks after the join of the uneven inputs, too.
 """
 
+import itertools
+
 from conformance.judging.oracles.join import Member
 from conformance.judging.oracles.join_numbers import state_of
 from conformance.judging.oracles.join_parts import is_one_object, of_context
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.join_part_draws import uneven_contexts
+from conformance.scenarios.join_part_draws import long_contexts, uneven_contexts
 
 NOTHING_OUTDATED = (
     "a rank that has joined leaves no gradient as it is, and no other value that all ranks hold "
@@ -34,7 +36,8 @@ def require_nothing_outdated(run: Run, found: Found) -> None:
     """Require that ranks that train depend on nothing that a joined rank no longer updates."""
     if is_one_object(run, found):
         return
-    for uneven in uneven_contexts(run.scenario, run.world):
+    contexts = [of(run.scenario, run.world) for of in (uneven_contexts, long_contexts)]
+    for uneven in itertools.chain(*contexts):
         plain, again, outdated = (
             of_context(run, context) for context in (uneven.plain, uneven.again, uneven.outdated)
         )

@@ -3,7 +3,9 @@
 Even inputs train as without a context, so that N steps in one context are the same as n steps in
 one and N - n in the next one: they are the same numbers in the same order, and are compared to the
 bit. They are also the same if an exception has ended a context, or one was disabled: such a context
-has no join, and ranks go on with what they hold. The driver traces each step: the parameters at its
+has no join, and ranks go on with what they hold. throw_on_early_termination stops all ranks before
+the same step, also those that have inputs left: what ranks hold alike after each step, they hold
+alike after that and the steps that follow. The driver traces each step: the parameters at its
 first gradient, the gradients that autograd computes, the parameters after the step. The first
 difference decides:
 
@@ -21,15 +23,18 @@ not do.
 
 from itertools import pairwise
 
-from conformance.judging.oracles.join import Event, Member, members
+from conformance.judging.oracles.join import Event, Member, members, raised
+from conformance.judging.oracles.join_numbers import state_of
 from conformance.judging.oracles.join_schedules import Traces, require_lasting_schedules, traced
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.join_loop_draws import DISABLED, RAISES
+from conformance.scenarios.join_loop_draws import DISABLED, RAISES, THROWS
 from conformance.scenarios.join_part_draws import (
     FIRST_PART,
     INTERRUPTED,
+    SCHEDULE,
     SECOND_PART,
+    THROWN,
     WHOLE,
     WHOLE_AGAIN,
     part_contexts,
@@ -37,7 +42,13 @@ from conformance.scenarios.join_part_draws import (
 
 ONE_OBJECT = "the target is one object, and makes no other one"
 _NUMBERS = ("second", "third", "fourth", "fifth", "sixth")
-_ENDINGS = {RAISES: "one that an exception has ended", DISABLED: "a disabled one"}
+_ENDINGS = {
+    RAISES: "one that an exception has ended",
+    DISABLED: "a disabled one",
+    THROWS: "one that throw_on_early_termination has ended",
+}
+LOST = "an update that is pending, momentum or another state is lost between contexts"
+STOPPED = "a step that notify_join_context() has stopped is counted, or begun, on some ranks"
 NO_PARAMETERS = "it trains no parameters, or its numbers are others each time"
 FOLLOWS_CONTEXTS = "inputs, a rate or its state follow the number of contexts, or the join"
 
@@ -46,11 +57,13 @@ def require_same_in_parts(run: Run, found: Found) -> None:
     """Require that several contexts train as one, and that a schedule goes on after a join."""
     if is_one_object(run, found):
         return
-    lasting, parameters = Found(), Found()
+    lasting, parameters, thrown = Found(), Found(), Found()
     require_lasting_schedules(run, lasting)
     if not lasting.failures:
         _require_parameters(run, parameters)
-    for trial in (lasting, parameters):
+    if not lasting.failures and not parameters.failures:
+        _require_same_state_after_throws(run, thrown)
+    for trial in (lasting, parameters, thrown):
         found.checked(trial.checks)
         found.failures += trial.failures
     if not found.checks:
@@ -65,8 +78,47 @@ def _require_parameters(run: Run, found: Found) -> None:
     _require_same_steps(run, whole, (FIRST_PART, SECOND_PART), found)
     if not found.failures:
         _require_same_steps(run, whole, INTERRUPTED, found)
+    if not found.failures and _have_thrown(run):
+        _require_same_steps(run, whole, THROWN[:2], found)
     if not found.checks:
         found.does_not_apply(FOLLOWS_CONTEXTS)
+
+
+def _require_same_state_after_throws(run: Run, found: Found) -> None:
+    """Require the same state on all ranks at the end of even bodies that follow one in which
+    throw_on_early_termination has stopped all ranks, as far as ranks hold it alike after each step
+    of contexts that nothing has ended.
+    """
+    if not _have_thrown(run):
+        return
+    names: set[str] | None = None
+    for context in (WHOLE, SCHEDULE):
+        followed = [rank.one("followed", step=context)["digests"] for rank in run.ranks]
+        alike = {name for name in followed[0] if len({of.get(name) for of in followed}) == 1}
+        names = alike if names is None else names & alike
+    for before, context in ((THROWN[0], THROWN[1]), (THROWN[3], THROWN[4])):
+        group = of_context(run, context)
+        for name in sorted(names or ()):
+            held = {m.rank.rank: state_of(m, "leaving").get(name, "none") for m in group}
+            right = held[group[0].rank.rank]
+            differing = [rank for rank, digest in held.items() if digest != right]
+            planned = part_contexts(run.scenario, run.world)[before]
+            found.require(
+                not differing,
+                f"the same {name} on all ranks after even inputs, as if no context had thrown",
+                f"{group[0]}, after context {before}, which has thrown with inputs "
+                f"{planned.inputs}: {name} differs on ranks {differing}",
+                STOPPED,
+            )
+
+
+def _have_thrown(run: Run) -> bool:
+    """Whether an exception has ended the contexts that throw, on all ranks; 17.9 judges this."""
+    throwing = (THROWN[0], THROWN[2], THROWN[3])
+    # A scenario that brings its own number of ranks has no such contexts.
+    return not run.scenario.size and all(
+        raised(member) for context in throwing for member in of_context(run, context)
+    )
 
 
 def _require_same_steps(run: Run, whole: Traces, row: tuple[int, ...], found: Found) -> None:
@@ -97,7 +149,7 @@ def _require_same_steps(run: Run, whole: Traces, row: tuple[int, ...], found: Fo
                 False,
                 f"the parameters of {len(whole[0])} steps in one context",
                 f"rank {rank}, step {at}, {_described(run, row, place)}: other parameters {moment}",
-                "an update that is pending, momentum or another state is lost between contexts",
+                STOPPED if row[0] == THROWN[0] else LOST,
             )
             return
 

@@ -44,7 +44,9 @@ def require_lasting_schedules(run: Run, found: Found) -> None:
     contexts = [(FIRST_PART, SECOND_PART, list(range(run.world)))]
     # A rank that joins early has taken other steps than the single context has at that place.
     contexts += [
-        (one.plain, one.rest, [one.late]) for one in uneven_contexts(run.scenario, run.world)
+        (one.plain, one.rest, [one.late])
+        for one in uneven_contexts(run.scenario, run.world)
+        if one.rest is not None
     ]
     for first, second, ranks in contexts:
         before, after = traced(run, first), traced(run, second)
@@ -63,9 +65,9 @@ def traced(run: Run, context: int) -> Traces:
     return [
         {
             at: rank.one("traced", step=context, at=at)
-            for at in range(planned.begin, planned.begin + inputs)
+            for at in range(planned.begin, planned.begin + planned.taken(place))
         }
-        for rank, inputs in zip(run.ranks, planned.inputs, strict=True)
+        for place, rank in enumerate(run.ranks)
     ]
 
 

@@ -25,7 +25,7 @@ from conformance.judging.verdict import Failure, Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.wrapper import AUTOCAST
-from conformance.scenarios.wrapper_training import OTHER_FORWARD
+from conformance.scenarios.wrapper_training import BACKWARD_UNDER, FORWARD_UNDER, OTHER_FORWARD
 from conformance.subjects.claims import Claims
 
 Runs = dict[str, Run]
@@ -131,9 +131,12 @@ def require_same_modes(runs: Runs, found: Found) -> None:
                 )
         for number, event in forwards(run):
             for phase, dtypes in event["autocast"].items():
-                if phase == OTHER_FORWARD:
+                forward = phase.replace(BACKWARD_UNDER, FORWARD_UNDER)
+                if forward == phase:
+                    forward = "forward"
+                wanted = event["autocast"].get(forward)
+                if phase == OTHER_FORWARD or wanted is None:
                     continue
-                wanted = event["autocast"]["forward"]
                 found.require(
                     dtypes == wanted,
                     f"autocast to {', '.join(wanted)}, as in the forward",

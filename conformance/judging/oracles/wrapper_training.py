@@ -15,7 +15,8 @@ with other strides. The unit roundoff u of float32 is 2**-24.
               result or less: 60 u, below 2**-18. From output to input there are ten such sums in
               three blocks. None of them cancels, since there is no softmax, and residual
               connections keep the factor of a block near 1: ten times 2**-18 is below 2**-14. The
-              block and the four layers of ``wrapper_long`` have eight. A
+              block and the four layers of ``wrapper_long`` have eight, and the three blocks of
+              ``wrapper_retained`` and their layer have twelve. A
               saved tensor in float16 costs 2**-11 of each element, and one in bfloat16 2**-8. The
               rows of layers of ``wrapper_single`` have no sums: their 41 layers or fewer round each
               element 123 times, which is 2**-17. Its convolutions have inputs of their own. Four
@@ -28,6 +29,7 @@ with other strides. The unit roundoff u of float32 is 2**-24.
               gradient of one input is asked for alone, 2**-14 again.
     2**-6     In float16 by autocast another order changes a result by one unit in its last place,
               2**-10 of the element, and ten operations follow each other.
+    2**-3     The same in bfloat16, whose unit is 2**-7.
 
 Memory is that in use by the C library's allocator. It is compared with the memory of the run
 without the wrapper, so that gradients and results count nothing. A quarter of the smallest large
@@ -56,6 +58,7 @@ from conformance.scenarios.wrapper_training import (
     RANGES,
     first_with_dropout,
     has_replaced,
+    has_settings,
     has_trained_input,
     order_of_writing,
 )
@@ -70,6 +73,8 @@ TOLERANCES = {
     PENALTY.variant: 2.0**-12,
     HALF.variant: 2.0**-6,
 }
+# By the setting of autocast, if forwards under several have graphs at once; '' are parameters.
+_OF_SETTINGS = {"float32": SHORT_SUMS, "float16": 2.0**-6, "bfloat16": 2.0**-3, "": 2.0**-3}
 # The bytes of a number in float32.
 _BYTES = 4
 
@@ -80,6 +85,41 @@ def require_same_training(runs: Runs, found: Found, steps: int | None = None) ->
         tolerance = TOLERANCES.get(run.scenario.variant, SHORT_SUMS)
         both = {name: run, f"vanilla-{name}": plain}
         require_same_results(both, found, steps=steps, tolerance=tolerance)
+
+
+def require_same_half(runs: Runs, found: Found) -> None:
+    """Require the results without the wrapper under autocast.
+
+    If forwards under several settings have graphs at once, each has the bound of its own dtype, and
+    gradients of parameters have the widest, since they are sums of all.
+    """
+    for name, run, plain in pairs(runs):
+        steps = range(len(run.scenario.steps))
+        together = {step for step in steps if has_settings(step)}
+        both = {name: _without(run, together), f"vanilla-{name}": _without(plain, together)}
+        require_same_training(both, found)
+        for end, tolerance in _OF_SETTINGS.items():
+            both = {
+                key: _with_end(_without(one, {*steps} - together), end)
+                for key, one in ((name, run), (f"vanilla-{name}", plain))
+            }
+            require_same_results(both, found, tolerance=tolerance)
+
+
+def _with_end(run: Run, end: str) -> Run:
+    """Return a run with the tensors of one setting; those of parameters if ``end`` is empty."""
+    ranks = [
+        replace(
+            rank,
+            tensors={
+                key: tensor
+                for key, tensor in rank.tensors.items()
+                if (key.rpartition("/")[2] if "/gradient/" not in key else "") == end
+            },
+        )
+        for rank in run.ranks
+    ]
+    return replace(run, ranks=ranks)
 
 
 def require_same_long_run(runs: Runs, claims: Claims, found: Found) -> None:
@@ -124,8 +164,13 @@ def require_all_batches(runs: Runs, found: Found) -> None:
                 found.checked(1)
 
 
-def require_same_or_refused(runs: Runs, found: Found) -> None:
+def require_same_or_refused(runs: Runs, found: Found, steps_compared: int | None = None) -> None:
     """Require the same results unless the wrapper raises an error, which a note then quotes.
+
+    Args:
+        runs: the runs.
+        found: receives the findings.
+        steps_compared: limits the steps that are compared.
 
     A run may end with an error, or leave out steps by one. An error that there is without the
     wrapper too is not worth a note.
@@ -142,7 +187,7 @@ def require_same_or_refused(runs: Runs, found: Found) -> None:
             continue
         steps = {event["step"] for event in declined}
         both = {name: _without(run, steps), f"vanilla-{name}": _without(plain, steps)}
-        require_same_training(both, found)
+        require_same_training(both, found, steps=steps_compared)
     if errors and not found.checks:
         found.does_not_apply(f"the wrapper refuses it: {errors[0]}")
 

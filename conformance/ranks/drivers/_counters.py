@@ -6,7 +6,7 @@ import torch
 
 from conformance.ranks.drivers._joined_values import tensors_of
 from conformance.ranks.drivers.base import RankDriver
-from conformance.scenarios.joins_in_training import LARGE_COUNTS
+from conformance.scenarios.joins_in_training import HUGE_COUNTS, LARGE_COUNTS
 from conformance.scenarios.seeds import generator
 
 _DTYPES = (torch.int32, torch.int64)
@@ -39,10 +39,18 @@ class Counters:
         self._last = now
 
     @torch.no_grad()
-    def raise_in(self, subject: Any) -> None:
-        """Add a drawn number, the same on all ranks, to the tensors of a new joinable."""
-        added = generator(self.driver.scenario, "counts").randrange(*LARGE_COUNTS)
+    def raise_in(self, subject: Any, is_huge: bool = False) -> None:
+        """Add a drawn number, the same on all ranks, to the tensors of a new joinable.
+
+        Args:
+            subject: the joinable.
+            is_huge: the number is beyond those of int32; only tensors of int64 are raised.
+        """
+        purpose, least_and_most = ("huge", HUGE_COUNTS) if is_huge else ("counts", LARGE_COUNTS)
+        added = generator(self.driver.scenario, purpose).randrange(*least_and_most)
         tensors = _integers_of(subject)
+        if is_huge:
+            tensors = {name: one for name, one in tensors.items() if one.dtype == torch.int64}
         self.names &= tensors.keys()
         for name in self.names:
             tensors[name] += added

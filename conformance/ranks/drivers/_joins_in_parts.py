@@ -42,12 +42,14 @@ from conformance.ranks.drivers._joined_values import (
 )
 from conformance.ranks.instruments.digest import digest_of_bytes
 from conformance.ranks.instruments.global_seeds import kept_generators
-from conformance.scenarios.join_loop_draws import DISABLED, RAISES
+from conformance.scenarios.join_loop_draws import DISABLED, RAISES, THROWS
 from conformance.scenarios.join_part_draws import (
+    SCHEDULE,
     TRIAL,
     WHOLE,
     PartContext,
     Uneven,
+    long_contexts,
     part_contexts,
     uneven_contexts,
 )
@@ -85,7 +87,8 @@ class InParts:
         scenario = self.driver.scenario
         uneven = {
             number: one
-            for one in uneven_contexts(scenario, self.driver.world)
+            for contexts in (uneven_contexts, long_contexts)
+            for one in contexts(scenario, self.driver.world)
             for number in (one.plain, one.outdated)
         }
         for number, context in enumerate(part_contexts(scenario, self.driver.world)):
@@ -122,9 +125,12 @@ class InParts:
     ) -> "TracedNumbers":
         """Train in a context, and return its numbers."""
         subject = self.made[-1]
-        make = RatesOnly if context.is_schedule else TracedNumbers
+        make = TracedNumbers
+        if context.is_schedule or context.is_long:
+            make = RatesOnly if context.is_schedule else StateOnly
         numbers = make(self.driver, subject, lambda: self.take_step(subject), context, after_step)
         numbers.is_trainer = self.is_trainer
+        numbers.follows_state = number in (WHOLE, SCHEDULE)
         joinables = [subject]
         if watch:
             joinables.append(Watching(self.driver, watch.shadowed))
@@ -133,11 +139,16 @@ class InParts:
         with numbers.watched(number):
             if context.ending == RAISES:
                 self.contexts.break_off(joinables, inputs, steps, number)
+            elif context.ending == THROWS:
+                self.contexts.run_to_its_error(
+                    joinables, inputs, steps, throw_on_early_termination=True
+                )
             elif context.ending == DISABLED:
                 self.contexts.run(joinables, inputs, steps, enable=False)
             else:
                 self.contexts.run(joinables, inputs, steps, numbers.leaving)
                 numbers.left()
+        numbers.note_followed()
         return numbers
 
     def _train_whole(self, context: PartContext) -> None:
@@ -253,11 +264,15 @@ class TracedNumbers(Numbers):
         self.after_step = after_step
         # No code of the driver runs at the end of a body that an exception ends.
         self.last = -1
-        if context.ending == RAISES:
-            self.last = context.begin + context.inputs[driver.group_rank] - 1
+        if context.ending in (RAISES, THROWS):
+            self.last = context.begin + context.taken(driver.group_rank) - 1
         self.before: list[str] | None = None
         self.mean: list[str] = []
         self.has_stepped = False
+        self.follows_state = False
+        self._followed: dict[str, str] = {}
+        self._first_state: dict[str, str] = {}
+        self._moved: set[str] = set()
         self._moving: list[dict[int, Mask]] = []
 
     def step(self) -> None:
@@ -269,13 +284,8 @@ class TracedNumbers(Numbers):
         super().step()
         after = self._parameters()
         self.has_stepped = self.has_stepped or after != held
-        self._moving.append(
-            {
-                index: gradient.reshape(-1) != 0
-                for index, gradient in self.local.items()
-                if not gradient.is_sparse and gradient.numel() <= MANY
-            }
-        )
+        self._keep_moving()
+        self._follow_state()
         self.driver.recorder.event(
             "traced",
             at=at,
@@ -296,6 +306,37 @@ class TracedNumbers(Numbers):
     def leaving(self) -> None:
         super().leaving()
         self._note_held("leaving")
+
+    def note_followed(self) -> None:
+        """Record digests of the state of all steps, which are the same on ranks that hold the same
+        state after each of them; without values that no step changes.
+        """
+        if self.follows_state:
+            digests = {name: self._followed[name] for name in self._followed if name in self._moved}
+            self.driver.recorder.event("followed", digests=digests)
+
+    def _follow_state(self) -> None:
+        if not self.follows_state:
+            return
+        state = self._state(asks=False)
+        if not self._followed:
+            self._first_state = state
+        known = self._followed or dict.fromkeys(state, "")
+        self._moved |= {name for name in known if state.get(name) != self._first_state[name]}
+        self._followed = {
+            name: digest_of_bytes(f"{known[name]} {digest}".encode())
+            for name, digest in state.items()
+            if name in known
+        }
+
+    def _keep_moving(self) -> None:
+        self._moving.append(
+            {
+                index: gradient.reshape(-1) != 0
+                for index, gradient in self.local.items()
+                if not gradient.is_sparse and gradient.numel() <= MANY
+            }
+        )
 
     def moving_from(self, begin: int) -> dict[int, list[bool]]:
         """Return the elements of gradients of autograd that are not 0 in any step from one on, by
@@ -360,6 +401,7 @@ class RatesOnly(TracedNumbers):
     def step(self) -> None:
         at = self.at
         Numbers.step(self)
+        self._follow_state()
         rates = _settings(self.subject)
         if rates != self.rates:
             self.driver.recorder.event("rates", at=at, settings=rates)
@@ -367,6 +409,22 @@ class RatesOnly(TracedNumbers):
 
     def leaving(self) -> None:
         pass
+
+    def left(self) -> None:
+        pass
+
+
+class StateOnly(TracedNumbers):
+    """Records the state at the end of the body, and nothing else."""
+
+    def _keep_gradients(self) -> None:
+        pass
+
+    def step(self) -> None:
+        Numbers.step(self)
+        self._keep_moving()
+        if self.after_step:
+            self.after_step()
 
     def left(self) -> None:
         pass

@@ -12,7 +12,7 @@ from torch import nn
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.ranks.drivers._convolutions import convolutions
 from conformance.ranks.drivers._exact_factors import Factors, exact_factors
-from conformance.ranks.drivers._late_draws import late_blocks
+from conformance.ranks.drivers._late_draws import LateBlock, late_blocks
 from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.ranks.drivers._written_blocks import written_blocks
 from conformance.scenarios.model import Scenario
@@ -277,6 +277,9 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         return late_blocks()
     if scenario.variant == "training_graphs":
         return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
+    if scenario.variant == "training_retained":
+        late = LateBlock("block 3", "settings", {"drop": 0.0})
+        return [Block("block 0"), Attends("block 1"), Block("block 2"), late]
     if scenario.variant == "training_many":
         (layers,) = scenario.params[0].shape
         return [Layers("block 0", layers), Block("block 1"), Block("block 2")]

@@ -17,6 +17,11 @@ import torch
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
 from conformance.ranks.drivers._convolutions import convolution_shapes, without_tf32
 from conformance.ranks.drivers._exact_factors import clear_all_but_one
+from conformance.ranks.drivers._graphs_alive import (
+    evaluate_between,
+    run_retained,
+    run_under_settings,
+)
 from conformance.ranks.drivers._late_draws import draw_in
 from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._training_blocks import (
@@ -36,15 +41,16 @@ from conformance.scenarios.wrapper_training import (
     INDICES,
     LARGE,
     LONG,
-    OTHER_FORWARD,
     PENALTY,
     REPLACES,
     RETAINED,
     SPECIAL_VALUES,
     evaluates_before,
     first_with_dropout,
+    has_settings,
     has_trained_input,
     order_of_writing,
+    retained_share,
     ways_of_drawing,
 )
 from conformance.torch_versions.private import saved_tensors_are_packed
@@ -89,7 +95,7 @@ class WrapperTraining:
             "training_written": self._written,
             "training_frozen": self._frozen,
             "training_indices": self._indices,
-            "training_half": self._plain,
+            "training_half": self._half,
             "training_long": self._plain,
         }[self._scenario.variant]
 
@@ -131,6 +137,8 @@ class WrapperTraining:
         """Whether dropout of the kit's model draws in this step."""
         if self._scenario.variant == LONG.variant:
             return self._driver.recorder.step >= first_with_dropout(self._scenario)
+        if self._scenario.variant == RETAINED.variant:
+            return retained_share(self._scenario, self._driver.recorder.step) > 0
         return self._scenario.variant == INDICES.variant
 
     # The work of a step, by the scenario's variant.
@@ -157,7 +165,7 @@ class WrapperTraining:
         with casts:
             output = self._net(x)
         if self._scenario.variant == HALF.variant:
-            self._evaluate_between(rows)
+            evaluate_between(self._net, self._driver.recorder.step, self._input(rows))
         WATCH.phase = "backward"
         output.backward(self._drawn(output.shape).to(output.dtype))
         self._keep("output/0", output)
@@ -175,21 +183,6 @@ class WrapperTraining:
         for x, output in zip(inputs, outputs, strict=True):
             self._keep(f"output/of {x.dim()} dimensions", output)
             self._keep(f"input/of {x.dim()} dimensions", x.grad)
-
-    def _evaluate_between(self, rows: int) -> None:
-        """In two of three steps, run the network under another autocast than that of the forward
-        whose backward is to come.
-        """
-        WATCH.phase = OTHER_FORWARD
-        device = self._driver.device.type
-        x = self._input(rows)
-        match self._driver.recorder.step % 3:
-            case 1:
-                with torch.no_grad():
-                    self._net(x)
-            case 2:
-                with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
-                    self._net(x)
 
     def _large(self) -> None:
         """Run each wide block on an input of its own, and measure memory; the first step is
@@ -301,17 +294,21 @@ class WrapperTraining:
         return random.Random(key).sample(range(count), count)
 
     def _retained(self) -> None:
-        """Run the backward of one graph twice, with other gradients of the output."""
+        """Run several backwards of one graph; in later steps blocks have dropout."""
+        share = retained_share(self._scenario, self._driver.recorder.step)
         x = self._input()
-        WATCH.phase = "forward"
-        output = self._net(x)
-        WATCH.phase = "backward"
-        output.backward(self._drawn(output.shape), retain_graph=True)
-        self._keep("output/0", output)
-        self._keep("input/after the first backward", x.grad)
-        self._keep_gradients(" after the first backward")
-        output.backward(self._drawn(output.shape))
-        self._keep("input/0", x.grad)
+        run_retained(
+            self._net, self._inside, share, x, self._drawn, self._keep, self._keep_gradients
+        )
+
+    def _half(self) -> None:
+        """Run one forward under autocast to float16, or several under other settings each."""
+        step = self._driver.recorder.step
+        if not has_settings(step):
+            self._plain()
+            return
+        self._net.by_name = blocks_by_name(self._scenario, step)
+        run_under_settings(self._net, self._scenario, step, self._input, self._drawn, self._keep)
 
     def _penalty(self) -> None:
         """Add the norm of the input's gradient to the loss."""

@@ -26,6 +26,8 @@ from conformance.ranks.instruments.process_state import CPU_GENERATORS
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import (
     DIVISOR,
+    HUGE_TRIAL,
+    LARGE_TRIAL,
     breaks_off,
     divides_by_all,
     divisor_in_many,
@@ -209,12 +211,15 @@ class _Joinable(Contexts):
         """Find integers that count up in even inputs; then raise them in a new joinable.
 
         Even inputs show whether it can do with large ones: an integer may be a place in a table.
+        All of this is done once more with integers that int32 has not.
         """
         counters = Counters(self.driver)
         for number, inputs in enumerate(self.lengths):
-            if number in (1, 2):
+            if number in (LARGE_TRIAL, LARGE_TRIAL + 1, HUGE_TRIAL, HUGE_TRIAL + 1):
                 self.subject = self._make()
-                counters.raise_in(self.subject)
+                counters.raise_in(self.subject, is_huge=number >= HUGE_TRIAL)
+                if not counters.names:
+                    return
             numbers = Numbers(
                 self.driver, self.subject, functools.partial(self._counted, counters, number)
             )
@@ -223,7 +228,7 @@ class _Joinable(Contexts):
                     [self.subject], self.own(inputs), [numbers.step], numbers.leaving
                 )
                 numbers.left()
-            if has_failed or not counters.names:
+            if has_failed:
                 return
 
     def _counted(self, counters: Counters, number: int) -> None:

@@ -11,13 +11,15 @@ from conformance.judging.oracles import join_outdated, join_parts
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord
 from conformance.records.run import Run
-from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES
+from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES, THROWS
 from conformance.scenarios.join_part_draws import (
     INTERRUPTED,
     SCHEDULE,
     SCHEDULE_AFTER_JOINS,
     SECOND_PART,
+    THROWN,
     WHOLE,
+    long_contexts,
     part_contexts,
     uneven_contexts,
 )
@@ -27,6 +29,9 @@ from tests.made_runs import event, read_failures
 
 CONTEXTS = part_contexts(IN_PARTS, 2)
 UNEVEN = uneven_contexts(IN_PARTS, 2)
+
+# Contexts after another one of the same joinable.
+LATER = (SECOND_PART, *INTERRUPTED[1:], THROWN[1])
 
 
 def run(scenario: Scenario = IN_PARTS) -> Run:
@@ -41,11 +46,16 @@ def _events(scenario: Scenario, rank: int) -> Any:
     yield Event(event("subject", -1, is_context=False))
     for number, context in enumerate(part_contexts(scenario, world)):
         yield Event(event("step", number, kind="context"))
+        if number in (WHOLE, SCHEDULE):
+            followed = {"p": "alike", "own": f"of rank {rank}"}
+            yield Event(event("followed", number, digests=followed))
+        if context.ending == THROWS:
+            yield Event(event("came_out", number, error="RuntimeError: exhausted", same=False))
         if context.is_schedule:
             rates = {"lr": "0.1"}
             yield Event(event("rates", number, at=context.begin, settings=rates))
             continue
-        for at in range(context.begin, context.begin + context.inputs[rank]):
+        for at in range(context.begin, context.begin + context.taken(rank) * (not context.is_long)):
             yield Event(
                 event(
                     "traced",
@@ -67,7 +77,7 @@ def _events(scenario: Scenario, rank: int) -> Any:
             yield Event(event("held", number, when=when, generators={}, **held))
         state = event("state_of_joinable", number, when="leaving", divides=False)
         yield Event(state | {"digests": {"p": "held", "q": "held"}})
-        uneven = uneven_contexts(scenario, world)
+        uneven = (*uneven_contexts(scenario, world), *long_contexts(scenario, world))
         if any(one.outdated == number and one.late != rank for one in uneven):
             names = ["gradient of p", "r", "p", "typical", "s (2 of 6 elements)"]
             yield Event(event("outdated", number, names=names))
@@ -86,8 +96,7 @@ def changed(
 
 def in_second(**fields: Any) -> Run:
     """Return the run with other fields in the steps of the second context, and of later ones."""
-    contexts = (SECOND_PART, *INTERRUPTED[1:])
-    return changed("traced", contexts, lambda one: one.update(fields))
+    return changed("traced", LATER, lambda one: one.update(fields))
 
 
 def interrupted(**fields: Any) -> Run:
@@ -130,6 +139,21 @@ def with_rates(*stuck: int) -> Run:
     return made
 
 
+def after_a_throw(name: str) -> Run:
+    """Return the run with another value of a part of the state after two ranks have stopped."""
+    return changed(
+        "state_of_joinable", THROWN[-1:], lambda one: one["digests"].update({name: "other"})
+    )
+
+
+def without_followed(made: Run) -> Run:
+    """Return the run without a state that ranks hold alike after each step."""
+    for rank in made.ranks:
+        for one in rank.all("followed"):
+            one["digests"] = {}
+    return made
+
+
 def outdated(made: Run) -> Found:
     found = Found()
     join_outdated.require_nothing_outdated(made, found)
@@ -164,7 +188,7 @@ def test_numbers_that_are_others_each_time_are_not_judged() -> None:
     )
     assert not outdated(repeated).failures
     at_random = changed("traced", (WHOLE,), lambda one: one.update(after=["random"]))
-    assert in_parts(at_random).not_applicable == (
+    assert in_parts(without_followed(at_random)).not_applicable == (
         "it trains no parameters, or its numbers are others each time"
     )
 
@@ -182,7 +206,7 @@ FOLLOWS = "inputs, a rate or its state follow the number of contexts, or the joi
     ],
 )
 def test_inputs_and_rates_may_follow_contexts(made: Run) -> None:
-    found = in_parts(made)
+    found = in_parts(without_followed(made))
     assert not found.failures
     assert found.not_applicable == FOLLOWS
 
@@ -198,9 +222,9 @@ def test_inputs_and_rates_may_follow_contexts(made: Run) -> None:
 def test_a_join_may_compute_a_state_and_hand_out_a_part(held: dict[str, Any]) -> None:
     made = in_second(after=["other"])
     for one in made.ranks[1].all("held", when="begun"):
-        if one["step"] in (SECOND_PART, *INTERRUPTED[1:]):
+        if one["step"] in LATER:
             one.update(held)
-    assert in_parts(made).not_applicable == FOLLOWS
+    assert in_parts(without_followed(made)).not_applicable == FOLLOWS
 
 
 def test_reasons_not_to_judge() -> None:
@@ -246,17 +270,19 @@ def test_failures_are_described() -> None:
         *in_parts(with_stairs("0.2", SCHEDULE_AFTER_JOINS)).failures[:1],
         *in_parts(interrupted(after=["other"])).failures,
         *in_parts(without_parameters()).failures[:1],
+        *in_parts(after_a_throw("p")).failures,
+        *in_parts(changed("traced", THROWN[1:2], lambda one: one.update(after=["x"]))).failures,
     ]
     expecttest.assert_expected_inline(
         read_failures(failures),
         """\
 Expected: p as if rank 0 had joined with other values in what shadows there leave as it is
-Actual: rank 1, context 16 with inputs (2, 7): p depends on them
+Actual: rank 1, context 21 with inputs (2, 7): p depends on them
 Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), p,
     ...
 Expected: typical as if rank 0 had joined with other values in what shadows there leave as
     it is
-Actual: rank 1, context 16 with inputs (2, 7): typical depends on them
+Actual: rank 1, context 21 with inputs (2, 7): typical depends on them
 Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), r,
     ...
 Expected: the parameters of 10 steps in one context
@@ -273,7 +299,7 @@ Expected: lr that goes on changing in each step, as in one context
 Actual: rank 0, context 4: lr stays 0.6, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that goes on changing in each step, as in one context
-Actual: rank 0, context 18: lr stays 0.7, as at the join before
+Actual: rank 0, context 23: lr stays 0.7, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that changes in 133 steps of a context, as in those of the first one
 Actual: rank 0, context 12: lr stays 0.1, as at the join before
@@ -286,7 +312,17 @@ Likely cause: an update that is pending, momentum or another state is lost betwe
 Expected: parameters with gradients in the groups of an optimizer, as in one context
 Actual: rank 0, context 4, step 7: no optimizer has some of them
 Likely cause: a join has replaced a model, or its parameters, and the optimizer goes on to
-    step the old ones""",
+    step the old ones
+Expected: the same p on all ranks after even inputs, as if no context had thrown
+Actual: rank 0, context 17 with inputs (129, 129), after context 16, which has thrown with
+    inputs (1, 5): p differs on ranks [1]
+Likely cause: a step that notify_join_context() has stopped is counted, or begun, on some
+    ranks
+Expected: the parameters of 10 steps in one context
+Actual: rank 1, step 2, in a second context that begins with step 2, after one that
+    throw_on_early_termination has ended: other parameters afterwards
+Likely cause: a step that notify_join_context() has stopped is counted, or begun, on some
+    ranks""",
     )
 
 
@@ -304,6 +340,25 @@ def test_a_step_of_a_staircase_may_be_further_away_than_a_context_is_long() -> N
         last = {"settings": {"lr": "0.2"}, "at": 3}
         rank.events += [Event(one | last) for one in rank.all("rates") if one["step"] == SCHEDULE]
     assert not in_parts(made).failures
+
+
+def test_ranks_may_part_after_an_early_end_as_they_do_without_one() -> None:
+    assert not in_parts(after_a_throw("q")).failures
+    did_not_throw = after_a_throw("p")
+    for one in did_not_throw.ranks[0].all("came_out"):
+        one["error"] = ""
+    assert not in_parts(did_not_throw).failures
+
+
+def test_contexts_that_throw_are_drawn() -> None:
+    for seed in range(40):
+        contexts = part_contexts(replace(IN_PARTS, session_seed=seed), 2)
+        row = [contexts[number] for number in THROWN]
+        assert [one.ending for one in row] == [THROWS, ENDS, THROWS, THROWS, ENDS]
+        first, *others = (one.inputs.index(min(one.inputs)) for one in row if one.ending == THROWS)
+        assert {*others} == {1 - first}
+        assert row[1].begin + row[1].inputs[0] <= contexts[WHOLE].inputs[0]
+        assert row[4].begin + row[4].inputs[0] == contexts[SCHEDULE].inputs[0]
 
 
 def test_contexts_with_an_exception_are_drawn() -> None:
