@@ -191,14 +191,23 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.14",),
     since="1.2",
     unless="counts",
-    source="training loops that skip a micro-batch that runs out of memory",
+    source="training loops that skip a micro-batch that runs out of memory; torch documentation, "
+    "torch.Tensor.backward: gradients are in .grad once they have accumulated",
     remedy="state that is changed when a context begins, and restored only if it ends well; notes "
-    "on earlier micro-batches that an exception drops: their gradients are there",
+    "on gradients that an exception drops, of earlier micro-batches or of the failed one: these "
+    "gradients are there",
 )
 def recovered(run: Run, claims: Claims, found: Found) -> None:
-    """If a micro-batch raises an exception on all ranks before its backward, and the step goes on
-    with the next one, gradients are the means of the others. In steps of 3 or 4 micro-batches some
-    parameters are used before the exception alone, and some after it alone: which, is drawn."""
+    """If a micro-batch raises an exception on all ranks, and the step goes on with the next one,
+    gradients are the means of all that has accumulated. In steps of 3 or 4 micro-batches some
+    parameters are used before the failed one alone, some after it alone, and some in it alone:
+    which, is drawn.
+
+    The exception comes before the backward, after the backward of a first loss, after a first pass
+    with drawn ``inputs``, or in the midst of a backward. The gradients that are there by then stay,
+    and the trainer keeps them. Each comes twice, once in a step's first micro-batch. With the
+    claims ``find_unused`` and ``all_used`` it comes before the backward.
+    """
     for rank in run.ranks:
         for event in rank.all("failed"):
             found.require(

@@ -6,6 +6,7 @@ from conformance.scenarios.draws import drawn
 from conformance.scenarios.interrupts import ERROR
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import SHARED
+from conformance.scenarios.strategy_breaks import BEFORE, way_of_break
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in, narrow_steps
 from conformance.scenarios.strategy_passes import (
     ALTERNATING,
@@ -120,8 +121,14 @@ def test_parameters_are_used_before_and_after_a_failed_micro_batch_alone() -> No
             }
             assert tuple(batch > at for batch in range(number)) in used
             assert tuple(batch < at for batch in range(number)) in used
-        errors = [failed[step] for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
-        assert any(errors)
+            in_it_alone = tuple(batch == at for batch in range(number))
+            assert (in_it_alone in used) == (way_of_break(scenario, step) != BEFORE)
+        errors = [step for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
+        for makes_gradients in (False, True):
+            assert any(
+                failed[step] and (way_of_break(scenario, step) != BEFORE) == makes_gradients
+                for step in errors
+            )
 
 
 def test_gradients_become_wider_than_their_parameters() -> None:

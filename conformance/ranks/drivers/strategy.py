@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._backwards import (
+    break_off,
     change_gradient_dtypes,
     clear_gradients,
     give_gradient_dtypes,
@@ -43,6 +44,7 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
+from conformance.scenarios.strategy_breaks import AFTER, way_of_break
 from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 from conformance.scenarios.strategy_passes import ALTERNATING, FORWARDS_FIRST, Passes, passes_of
 from conformance.scenarios.strategy_schedule import (
@@ -347,7 +349,7 @@ class StrategyDriver(RankDriver):
             is_final = batch == number - 1
             with self.inside("the context"):
                 if fails or goes_on:
-                    self._fail(grads, is_final)
+                    self._fail(grads, batch, is_final)
                 elif is_empty(self.scenario, self.size, self.group_rank, step, batch):
                     with self._context_of(is_final):
                         # There is no input, and so neither a forward nor a backward.
@@ -434,17 +436,17 @@ class StrategyDriver(RankDriver):
         loss: torch.Tensor = self.model(grads, *arguments)
         return loss
 
-    def _fail(self, grads: Grads, is_final: bool) -> None:
-        """Raise inside the context, before the backward; in the last micro-batch, after it."""
-        error_type = getattr(builtins, raised_in(self.scenario, self.recorder.step))
-        raised = error_type("this micro-batch failed")
+    def _fail(self, grads: Grads, batch: int, is_final: bool) -> None:
+        """Raise inside the context, as the scenario has it; in the last micro-batch, at its end."""
+        step = self.recorder.step
+        raised = getattr(builtins, raised_in(self.scenario, step))("this micro-batch failed")
+        way = AFTER if is_final else way_of_break(self.scenario, step)
+        place = (self.size, self.group_rank, step, batch)
+        made = {at: one for at, one in enumerate(self.params) if uses(self.scenario, *place, at)}
         caught: BaseException | None = None
         try:
             with self._context_of(is_final):
-                loss = self.model(grads)
-                if is_final:
-                    loss.backward()
-                raise raised
+                break_off(way, self.model, grads, made, raised)
         except BaseException as error:
             caught = error
         text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"

@@ -46,8 +46,9 @@ from conformance.scenarios.strategy import (
     VIEWS,
     WITHOUT,
 )
+from conformance.scenarios.strategy_breaks import RECOVERED_ALIKE, RECOVERED_EARLY
 from conformance.scenarios.strategy_passes import BY_FORWARDS
-from conformance.scenarios.strategy_schedule import _DIFFERENT, RECOVERED_ALIKE, counted
+from conformance.scenarios.strategy_schedule import _DIFFERENT, counted
 from conformance.scenarios.strategy_training import (
     ALL,
     AUTOCAST,
@@ -140,8 +141,10 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         "all_used" in claimed or "find_unused" in claimed
     ):
         scenario = replace(scenario, variant=BY_FORWARDS)
-    if scenario.variant == RECOVERED.variant and "all_used" in claimed:
-        scenario = replace(scenario, variant=RECOVERED_ALIKE)
+    if scenario.variant == RECOVERED.variant and is_ddps_own:
+        # A backward of some parameters is none to DDP, if it averages them by itself.
+        variant = RECOVERED_ALIKE if "all_used" in claimed else RECOVERED_EARLY
+        scenario = replace(scenario, variant=variant)
     if "world_only" in claimed and scenario.groups:
         scenario = replace(scenario, groups=(), twin_groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
