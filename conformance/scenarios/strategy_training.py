@@ -242,6 +242,16 @@ GRADIENT_DTYPES = replace(
     prerequisite="strategy_accumulated",
 )
 
+LARGE_DTYPES = replace(
+    GRADIENT_DTYPES,
+    name="strategy_large_gradient_dtypes",
+    summary="two large parameters of float16 or bfloat16, with gradients of float32 or float64; "
+    "drawn sizes and dtypes, and whether the first step has gradients of their own dtype",
+    params=_PARAMS[:2],
+    steps=("normal", "crafted", "normal"),
+    prerequisite=GRADIENT_DTYPES.name,
+)
+
 COMPLEX = replace(
     PLAIN,
     name="strategy_complex",
@@ -305,5 +315,5 @@ ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
     *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS),
     *(AUTOCAST, AUTOCAST_HALF, REWRAPPED, UNFROZEN, PASSES, PARTS, GRADIENT_DTYPES),
-    *(PENALTIES, GROUP_BUFFERS, REWRAPPED_BUFFERS),
+    *(PENALTIES, GROUP_BUFFERS, REWRAPPED_BUFFERS, LARGE_DTYPES),
 )

@@ -33,7 +33,7 @@ from conformance.ranks.drivers._trainers_own import (
 )
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.flat_buffers import FlatBuffers
-from conformance.ranks.models.nested import nest
+from conformance.ranks.models.nested import nest, put_buffers_into_layers
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.ranks.models.reused_places import made_in_place
@@ -239,9 +239,12 @@ class StrategyDriver(RankDriver):
             group: of the model; by default that of the scenario.
         """
         scenario = self.scenario
+        seed = f"{scenario.session_seed}/{scenario.name}"
         made = BufferedProbe if scenario.variant == "buffers" else Probe
         probe = made.__new__(made) if probe is None else probe
         made.__init__(probe, scenario.params, scenario.initial_value, self.rank)
+        if isinstance(probe, BufferedProbe):
+            probe.layers = put_buffers_into_layers(probe, seed)
         probe.to(self.device)
         self.probe = probe
         self.params = probe.tensors
@@ -252,7 +255,6 @@ class StrategyDriver(RankDriver):
             changed = give_gradient_dtypes(scenario, self.params)
             self.recorder.event("gradient_dtypes", parameters=changed)
         self.buffers = self._flattened() if scenario.variant == "flat" else []
-        seed = f"{scenario.session_seed}/{scenario.name}"
         set_values(self.params, seed)
         if scenario.variant == FORMS.variant:
             nest(probe, seed)
@@ -389,7 +391,7 @@ class StrategyDriver(RankDriver):
                 self.keep(f"grad/p{index}", parameter.grad)
         if self.scenario.variant == "buffers":
             for name, buffer in self.model.named_buffers():
-                self.keep(f"buffer/{name.removeprefix('module.')}", buffer)
+                self.keep(f"buffer/{name.rpartition('.')[2]}", buffer)
         if any(buffers.gaps_changed() for buffers in self.buffers):
             self.recorder.event("gap_change")
         changed = self.own.changed()

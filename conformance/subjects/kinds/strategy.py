@@ -55,6 +55,7 @@ from conformance.scenarios.strategy_training import (
     EMPTY,
     GRADIENT_DTYPES,
     LARGE,
+    LARGE_DTYPES,
     LONG,
     LONG_STEPS,
     PARTS,
@@ -115,6 +116,10 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
     if scenario.variant == AUTOCAST.variant:
         params = (*scenario.params, *two_large(generator(scenario)))
         scenario = replace(scenario, params=params)
+    if scenario.name == LARGE_DTYPES.name:
+        draw = generator(scenario)
+        wide = [replace(p, dtype=draw.choice(("float32", "float64"))) for p in two_large(draw)]
+        scenario = replace(scenario, params=(*wide, *scenario.params))
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
