@@ -249,7 +249,6 @@ LARGE_DTYPES = replace(
     "drawn sizes and dtypes, and whether the first step has gradients of their own dtype",
     params=_PARAMS[:2],
     steps=("normal", "crafted", "normal"),
-    prerequisite=GRADIENT_DTYPES.name,
 )
 
 COMPLEX = replace(
