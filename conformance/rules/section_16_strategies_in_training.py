@@ -30,6 +30,7 @@ from conformance.scenarios.strategy_training import (
     GRADIENT_DTYPES,
     GROUP_BUFFERS,
     LARGE,
+    LARGE_DTYPES,
     LONG,
     MANY,
     OWN_BUFFERS,
@@ -145,15 +146,18 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
     "to True when the step ends, or broadcast model.buffers(), each in its own dtype: a list that "
-    "is kept lacks new ones, and state_dict() lacks some; neither sends any if "
-    "model.broadcast_buffers is False; the first rank of model.process_group, not rank 0",
+    "is kept lacks new ones, and state_dict() lacks some; those of frozen layers change as well; "
+    "neither sends any if model.broadcast_buffers is False; the first rank of "
+    "model.process_group, not rank 0",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
     of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
     counts in int64, int32 and uint8, a mask of bools, and complex numbers, where DDP sends these;
     each forward changes them by numbers that are drawn for each rank. The running statistics are
-    another tensor after each forward, and state_dict() lacks one of the counts.
+    another tensor after each forward, and state_dict() lacks one of the counts. Drawn ones lie in
+    layers that train nothing: one whose parameters are all frozen, as those of a BatchNorm may be,
+    and two without parameters.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own. Buffers of a model on a
@@ -191,14 +195,23 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.14",),
     since="1.2",
     unless="counts",
-    source="training loops that skip a micro-batch that runs out of memory",
+    source="training loops that skip a micro-batch that runs out of memory; torch documentation, "
+    "torch.Tensor.backward: gradients are in .grad once they have accumulated",
     remedy="state that is changed when a context begins, and restored only if it ends well; notes "
-    "on earlier micro-batches that an exception drops: their gradients are there",
+    "on gradients that an exception drops, of earlier micro-batches or of the failed one: these "
+    "gradients are there",
 )
 def recovered(run: Run, claims: Claims, found: Found) -> None:
-    """If a micro-batch raises an exception on all ranks before its backward, and the step goes on
-    with the next one, gradients are the means of the others. In steps of 3 or 4 micro-batches some
-    parameters are used before the exception alone, and some after it alone: which, is drawn."""
+    """If a micro-batch raises an exception on all ranks, and the step goes on with the next one,
+    gradients are the means of all that has accumulated. In steps of 3 or 4 micro-batches some
+    parameters are used before the failed one alone, some after it alone, and some in it alone:
+    which, is drawn.
+
+    The exception comes before the backward, after the backward of a first loss, after a first pass
+    with drawn ``inputs``, or in the midst of a backward. The gradients that are there by then stay,
+    and the trainer keeps them. Each comes twice, once in a step's first micro-batch. With the
+    claims ``find_unused`` and ``all_used`` it comes before the backward.
+    """
     for rank in run.ranks:
         for event in rank.all("failed"):
             found.require(
@@ -372,15 +385,16 @@ own_numbers = right_beside_own_numbers("16.37", (large, long_run), on=(PROBE,))
 @rule(
     "16.40",
     "Gradients of another dtype than their parameters work, or are refused",
-    on=(GRADIENT_DTYPES,),
-    owns=(GRADIENT_DTYPES,),
+    on=(GRADIENT_DTYPES, LARGE_DTYPES),
+    owns=(GRADIENT_DTYPES, LARGE_DTYPES),
     may_refuse=True,
     needs=("16.2",),
     since="2.0",
     source="torch documentation, torch.Tensor.grad_dtype: gradients accumulate in float32 for "
     "parameters of half precision",
     remedy="buffers by the dtypes of the parameters, or of their first gradients: "
-    "torch.zeros_like(parameter), torch.empty(n, dtype=parameter.dtype)",
+    "torch.zeros_like(parameter), torch.empty(n, dtype=parameter.dtype), also those of large "
+    "gradients alone",
 )
 def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of float32 of parameters of half precision, and of float64 of narrower parameters,
@@ -388,8 +402,9 @@ def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The dtypes are drawn from the session's seed, and so is which parameters have the dtype as
     ``grad_dtype``, and which have None, with which the first gradient decides. Some have gradients
-    of their own dtype in the first of 8 to 16 steps, and in drawn later ones. In versions of torch
-    that have no ``grad_dtype`` the rule does not apply.
+    of their own dtype in the first of 8 to 16 steps, and in drawn later ones. In a run of three
+    steps two parameters of half precision are large: one of 2**10 to 2**20, and one of 2**20 to
+    2**21 elements. In versions of torch that have no ``grad_dtype`` the rule does not apply.
     """
     if any(event["parameters"] is None for event in run.ranks[0].all("gradient_dtypes")):
         found.does_not_apply("this torch has no torch.Tensor.grad_dtype")

@@ -100,8 +100,9 @@ COMBINED = replace(
 SHARED = replace(
     VIEWS,
     name="strategy_shared",
-    summary="two optimizers share a parameter; their groups are not in the model's order, and some "
-    "rest in drawn steps, at a learning rate of 0",
+    summary="two optimizers, an SGD with momentum and one of a drawn class, share a parameter; "
+    "their groups are not in the model's order, and some rest in drawn steps, at a learning rate "
+    "of 0",
     steps=("crafted",) * 8,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     world_sizes=(2, 3),

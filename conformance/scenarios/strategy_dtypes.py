@@ -11,9 +11,10 @@ from functools import lru_cache
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.strategy_training import GRADIENT_DTYPES
+from conformance.scenarios.strategy_training import GRADIENT_DTYPES, LARGE_DTYPES
 
 _DTYPES = ("float16", "bfloat16", "float32")
+_HALVES = _DTYPES[:2]
 
 
 # The steps in which all gradients have the dtypes of ``params``, at the end of a run.
@@ -36,14 +37,15 @@ class Held:
 def held_in(scenario: Scenario, index: int) -> Held | None:
     """Return the dtype of a parameter if its gradients have another one, or None.
 
-    The first parameter has bfloat16 and gradients of float32; the dtypes of others are drawn.
+    The first parameter has bfloat16; the dtypes of others are drawn. Large ones have half
+    precision.
     """
     if scenario.variant != GRADIENT_DTYPES.variant:
         return None
     if index == 0:
         return Held("bfloat16", takes_any=False)
     draws = generator(scenario, f"p{index}")
-    dtype = draws.choice(_DTYPES)
+    dtype = draws.choice(_HALVES if scenario.name == LARGE_DTYPES.name else _DTYPES)
     takes_any = draws.random() < 0.3
     return None if dtype == scenario.params[index].dtype else Held(dtype, takes_any)
 
@@ -70,6 +72,6 @@ def narrow_steps(scenario: Scenario, index: int) -> frozenset[int]:
     if index and draws.random() < 0.5:
         return frozenset()
     end = len(scenario.steps) - _WIDE_AT_LAST
-    first = draws.randint(1, end - 1)
+    first = draws.randint(1, max(1, end - 1))
     later = (step for step in range(first + 1, end) if draws.random() < 0.25)
     return frozenset((*range(first), *later))

@@ -1,7 +1,8 @@
-"""Learning rates of the groups of parameters that a sync strategy is given, as data.
+"""Classes of the optimizers that a sync strategy is given, and learning rates of their groups.
 
-A group rests while its rate is 0: layers are unfrozen one after another, and a schedule may end at
-0. Its gradients are means like all others: momentum, and Adam's averages, take them in at any rate.
+A group rests while its rate is 0: layers are unfrozen one after another, a warm-up may begin at 0,
+and a schedule may end there. Its gradients are means like all others: momentum, and Adam's
+averages, take them in at any rate.
 """
 
 from conformance.scenarios.model import Scenario
@@ -10,7 +11,37 @@ from conformance.scenarios.strategy import SHARED
 
 # Two optimizers have two groups each.
 GROUPS = 4
+_OPTIMIZERS = GROUPS // 2
 _LEAST_EXPONENT = -12
+
+
+# Classes of torch.optim, and the names of the states that each keeps of a parameter: they take in
+# its gradients at any rate. Their groups have no momentum, or one of 0.
+_WITHOUT_MOMENTUM = {
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "RMSprop": ("square_avg",),
+}
+_SGD = ("SGD", ("momentum_buffer",))
+
+
+def classes(scenario: Scenario) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the classes of the optimizers, with the names of their states.
+
+    One of two optimizers, which is drawn, is an SGD with momentum; the class of the other is drawn,
+    and so is whether it has no states yet, as before its first step.
+    """
+    if scenario.variant != SHARED.variant:
+        return (_SGD,) * _OPTIMIZERS
+    draws = generator(scenario, "classes")
+    name = draws.choice(sorted(_WITHOUT_MOMENTUM))
+    has_states = draws.random() < 0.5
+    other = (name, _WITHOUT_MOMENTUM[name] if has_states else ())
+    return (_SGD, other) if draws.random() < 0.5 else (other, _SGD)
 
 
 def rates(scenario: Scenario, step: int) -> tuple[float, ...]:
@@ -18,7 +49,8 @@ def rates(scenario: Scenario, step: int) -> tuple[float, ...]:
 
     In each step one group moves at least. A drawn group rests from the first step on, until a later
     one; another one moves at first, and rests from a drawn step on. The other two rest in drawn
-    steps. In one step all groups of one optimizer rest. Rates of groups that move are 1e-12 to 1.
+    steps. In one step all groups of one optimizer rest, and in a later one all groups of the other.
+    Rates of groups that move are 1e-12 to 1.
 
     Returns:
         The rates; () in scenarios in which all rates are 0.
@@ -39,6 +71,8 @@ def resting_groups(scenario: Scenario, step: int) -> frozenset[int]:
     late_moves_at = draws.randint(2, count - 2)
     early_rests_at = draws.randint(1, count - 2)
     one_moves_alone_at = draws.randrange(early_rests_at)
+    others_move_alone_at = draws.randint(early_rests_at, count - 1)
+    beside_early = {group for group in range(GROUPS) if group // 2 == early // 2}
     of_step = generator(scenario, f"resting groups {step}")
     resting = {group for group in others if of_step.random() < 0.5}
     if step < late_moves_at:
@@ -47,7 +81,10 @@ def resting_groups(scenario: Scenario, step: int) -> frozenset[int]:
         resting.add(early)
     if step == one_moves_alone_at:
         # Groups of one optimizer are neighbours; the group that moves belongs to the other one.
-        resting.update(group for group in range(GROUPS) if group // 2 != early // 2)
+        resting.update(group for group in range(GROUPS) if group not in beside_early)
+    if step == others_move_alone_at:
+        resting.update(beside_early)
     if len(resting) == GROUPS:
-        resting.discard(others[0])
+        # The optimizer that has not the early one has one of the others at least.
+        resting.discard(next(group for group in others if group not in beside_early))
     return frozenset(resting)

@@ -11,6 +11,14 @@ from dataclasses import dataclass, replace
 from conformance.scenarios.averager_training import option, with_option
 from conformance.scenarios.interrupts import ERROR, INTERRUPTS, drawn_interrupts
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy_breaks import (
+    RECOVERED,
+    RECOVERED_ALIKE,
+    RECOVERED_EARLY,
+    VARIANTS,
+    has_error,
+    uses_around_break,
+)
 
 # Numbers of micro-batches by variant; steps go through them in turn. Other variants have two.
 _BATCHES = {
@@ -21,8 +29,9 @@ _BATCHES = {
     "four": (4,),
     "empty": (3,),
     "abandoned": (3,),
-    "recovered": (3, 4),
-    "recovered_alike": (3, 4),
+    RECOVERED: (3, 4),
+    RECOVERED_ALIKE: (3, 4),
+    RECOVERED_EARLY: (3, 4),
     "penalties": (2, 3),
     "penalties_by_forwards": (2, 3),
     "buffers": (2, 4, 1),
@@ -42,9 +51,6 @@ _DIFFERENT = (
 _WITHOUT_OWN_STEP = ("", "kept")
 
 COUNTS = "counts"
-# The variant "recovered" if all micro-batches use all parameters.
-RECOVERED_ALIKE = "recovered_alike"
-_RECOVERED = ("recovered", RECOVERED_ALIKE)
 
 
 def count_of(scenario: Scenario) -> int:
@@ -119,11 +125,9 @@ def raises_in(scenario: Scenario, step: int) -> int | None:
 
 def raised_in(scenario: Scenario, step: int) -> str:
     """Return the name of the exception that is raised in a step; it is one of Python's."""
-    if scenario.variant in _RECOVERED:
-        # Two neighbours, of which one has micro-batches before the failed one, raise an error.
-        with_error = _generator(scenario, 0, 0).randrange(len(scenario.steps) // 2)
-        if step // 2 == with_error:
-            return ERROR
+    # Two neighbours, of which one has micro-batches before the broken one, raise an error.
+    if scenario.variant in VARIANTS and has_error(scenario, step):
+        return ERROR
     if scenario.variant != "raises":
         return _generator(scenario, step).choice((ERROR, *INTERRUPTS))
     if step not in _INTERRUPTED:
@@ -159,7 +163,7 @@ def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
     if scenario.variant == "long":
         draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
         return 0 if draw.random() < 0.2 else None
-    if scenario.variant not in _RECOVERED:
+    if scenario.variant not in VARIANTS:
         return None
     if (_generator(scenario).randrange(2) + step) % 2:
         return 0
@@ -395,7 +399,10 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
     """
     if scenario.params[index].frozen or is_empty(scenario, size, place, step, batch):
         return False
-    if batch == fails_and_goes_on(scenario, step):
+    broken = fails_and_goes_on(scenario, step)
+    if broken is not None and scenario.variant in (RECOVERED, RECOVERED_EARLY):
+        return uses_around_break(scenario, broken, place, step, batch, index)
+    if batch == broken:
         return False
     last = batch == batches(scenario, step) - 1
     match scenario.variant:
@@ -420,8 +427,6 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "swapped":
             swap = swap_of(scenario)
             return swap is None or index not in swap.unused(step)
-        case "recovered":
-            return _uses_around_failure(scenario, place, step, batch, index)
         case "freezing" | "unfrozen":
             return not is_frozen(scenario, step, batch, index)
         case "turns":
@@ -442,17 +447,3 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
             )
             return by_parameter[index]
     return True
-
-
-def _uses_around_failure(scenario: Scenario, place: int, step: int, batch: int, index: int) -> bool:
-    """Whether the micro-batch of a rank uses a parameter, in a step that goes on after an error.
-
-    Of four parameters one is used in all micro-batches, one before the failed one alone, and one
-    after it alone; a drawn part of the micro-batches of each rank uses the last one.
-    """
-    failed = fails_and_goes_on(scenario, step)
-    is_before = failed is not None and batch < failed
-    kind = (index + _generator(scenario, step).randrange(4)) % 4
-    if kind == 3:
-        return _generator(scenario, step, batch, index, place).random() < 0.5
-    return (True, is_before, not is_before)[kind]

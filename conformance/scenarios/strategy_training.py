@@ -6,6 +6,7 @@ Their numbers are drawn from the session's seed, in ``scenarios/strategy.py`` an
 
 from dataclasses import replace
 
+from conformance.scenarios import strategy_breaks
 from conformance.scenarios.model import DDPOptions, Observation, Param
 from conformance.scenarios.strategy import _PARAMS, COMBINED, PLAIN, SUBGROUPS
 
@@ -182,11 +183,12 @@ ABANDONED = replace(
 RECOVERED = replace(
     PLAIN,
     name="strategy_recovered",
-    summary="in each step of 3 or 4 micro-batches an exception is raised in a drawn one, and the "
-    "step goes on with the next one; micro-batches use different parameters",
-    steps=("crafted",) * 6,
+    summary="in each step of 3 or 4 micro-batches an exception is raised in a drawn one, before "
+    "its backward or after some of its gradients have been made, and the step goes on with the "
+    "next one; micro-batches use different parameters",
+    steps=("crafted",) * 8,
     world_sizes=(2,),
-    variant="recovered",
+    variant=strategy_breaks.RECOVERED,
     prerequisite="strategy_raises",
 )
 
@@ -238,6 +240,15 @@ GRADIENT_DTYPES = replace(
     world_sizes=(2,),
     variant="gradient_dtypes",
     prerequisite="strategy_accumulated",
+)
+
+LARGE_DTYPES = replace(
+    GRADIENT_DTYPES,
+    name="strategy_large_gradient_dtypes",
+    summary="two large parameters of float16 or bfloat16, with gradients of float32 or float64; "
+    "drawn sizes and dtypes, and whether the first step has gradients of their own dtype",
+    params=_PARAMS[:2],
+    steps=("normal", "crafted", "normal"),
 )
 
 COMPLEX = replace(
@@ -303,5 +314,5 @@ ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
     *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS),
     *(AUTOCAST, AUTOCAST_HALF, REWRAPPED, UNFROZEN, PASSES, PARTS, GRADIENT_DTYPES),
-    *(PENALTIES, GROUP_BUFFERS, REWRAPPED_BUFFERS),
+    *(PENALTIES, GROUP_BUFFERS, REWRAPPED_BUFFERS, LARGE_DTYPES),
 )

@@ -221,8 +221,85 @@ def _sum_of_first(buffer: torch.Tensor, group: Any) -> None:
 keeps_rooms = KeepsRooms()
 
 
+class InPieces:
+    """Average the gradients that have changed, in pieces, and send buffers layer by layer.
+
+    Gradients are compared with those of the last average by their versions, so that it does not
+    matter how a context has ended. A piece goes through a scratch buffer of its own dtype. Groups
+    come in the order of the classes of their optimizers. Layers in evaluation mode keep buffers.
+    """
+
+    def __init__(self) -> None:
+        self.averaged: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+    @contextmanager
+    def __call__(
+        self, model: Any, is_final_microbatch: bool, optimizers: list[Any]
+    ) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        with model.no_sync():
+            yield
+        if not is_final_microbatch:
+            return
+        averaged = self.averaged.get(model, {})
+        params = _by_class(model, optimizers)
+        has_changed = [_state_of(one) not in (averaged.get(one), None) for one in params]
+        votes = torch.tensor(has_changed).int()
+        dist.all_reduce(votes, group=model.process_group)
+        for parameter, count in zip(params, votes.tolist(), strict=True):
+            if count:
+                self.average(parameter, model.process_group)
+        self.averaged[model] = {one: _state_of(one) for one in params}
+        for module in model.module.modules() if model.broadcast_buffers else ():
+            for buffer in module.buffers(recurse=False) if module.training else ():
+                _sum_of_first(buffer, model.process_group)
+
+    @torch.no_grad()
+    def average(self, parameter: torch.nn.Parameter, group: Any) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise TypeError("sparse gradients are not supported")
+        flat = parameter.grad.reshape(-1)
+        for piece in flat.split(50_000) if flat.numel() else ():
+            scratch = torch.div(piece, group.size())
+            dist.all_reduce(scratch, group=group)
+            piece.copy_(scratch)
+        parameter.grad.copy_(flat.view(parameter.grad.shape))
+
+
+def _state_of(parameter: torch.nn.Parameter) -> tuple[Any, int] | None:
+    """Return what changes with a gradient; it keeps the memory, so that no other gets its place."""
+    grad = parameter.grad
+    return None if grad is None else (_Same(grad), grad._version)
+
+
+class _Same:
+    """A tensor, which equals itself alone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.tensor is self.tensor
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _by_class(model: Any, optimizers: list[Any]) -> list[torch.nn.Parameter]:
+    ordered = sorted(optimizers, key=lambda one: type(one).__name__)
+    given = [p for one in ordered for group in one.param_groups for p in group["params"]]
+    return list(dict.fromkeys([*given, *model.parameters()]))
+
+
+in_pieces = InPieces()
+
+
 RIGHT = [
     Right("AfterEveryPass", kind="strategy"),
     Right("AfterTheUsualNumber", kind="strategy"),
     Right("keeps_rooms", kind="strategy"),
+    Right("in_pieces", kind="strategy"),
 ]

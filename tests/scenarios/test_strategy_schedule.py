@@ -1,11 +1,14 @@
 """Tests of the drawn numbers of strategies' scenarios."""
 
+import math
+
 import pytest
 
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.interrupts import ERROR
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import SHARED
+from conformance.scenarios.strategy_breaks import BEFORE, way_of_break
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in, narrow_steps
 from conformance.scenarios.strategy_passes import (
     ALTERNATING,
@@ -18,7 +21,7 @@ from conformance.scenarios.strategy_passes import (
     first_penalty,
     passes_of,
 )
-from conformance.scenarios.strategy_rates import GROUPS, rates, resting_groups
+from conformance.scenarios.strategy_rates import GROUPS, classes, rates, resting_groups
 from conformance.scenarios.strategy_schedule import (
     batches,
     clears_to_zeros,
@@ -31,6 +34,7 @@ from conformance.scenarios.strategy_schedule import (
 )
 from conformance.scenarios.strategy_training import (
     GRADIENT_DTYPES,
+    LARGE_DTYPES,
     PARTS,
     PASSES,
     PENALTIES,
@@ -120,8 +124,14 @@ def test_parameters_are_used_before_and_after_a_failed_micro_batch_alone() -> No
             }
             assert tuple(batch > at for batch in range(number)) in used
             assert tuple(batch < at for batch in range(number)) in used
-        errors = [failed[step] for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
-        assert any(errors)
+            in_it_alone = tuple(batch == at for batch in range(number))
+            assert (in_it_alone in used) == (way_of_break(scenario, step) != BEFORE)
+        errors = [step for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
+        for makes_gradients in (False, True):
+            assert any(
+                failed[step] and (way_of_break(scenario, step) != BEFORE) == makes_gradients
+                for step in errors
+            )
 
 
 def test_gradients_become_wider_than_their_parameters() -> None:
@@ -144,8 +154,12 @@ def test_groups_rest_at_first_at_last_and_with_all_of_their_optimizer() -> None:
         at_last = [group for group in steps[-1] if group not in steps[0]]
         assert at_first
         assert at_last
-        assert any({0, 1} <= resting or {2, 3} <= resting for resting in steps)
+        assert any({0, 1} <= resting for resting in steps)
+        assert any({2, 3} <= resting for resting in steps)
         assert [rate == 0 for rate in rates(scenario, 0)] == [g in steps[0] for g in range(GROUPS)]
+        names = [name for name, _ in classes(scenario)]
+        assert len(names) == len(set(names))
+        assert "SGD" in names
 
 
 def test_gradients_are_zeros_when_others_come() -> None:
@@ -157,6 +171,21 @@ def test_gradients_are_zeros_when_others_come() -> None:
         for step in steps:
             assert step < len(scenario.steps) - 1
             assert all(clears_to_zeros(scenario, step, index) for index in indices)
+
+
+def test_large_parameters_have_gradients_of_another_dtype() -> None:
+    sizes = []
+    for seed in range(50):
+        scenario = KINDS["strategy"].adapt(drawn(LARGE_DTYPES, seed), {})
+        for index, spec in enumerate(scenario.params[:2]):
+            held = held_in(scenario, index)
+            assert held is not None
+            assert held.dtype in ("float16", "bfloat16")
+            assert spec.dtype in ("float32", "float64")
+        assert 0 in narrow_steps(scenario, 0)
+        sizes += sorted(math.prod(spec.shape) for spec in scenario.params[:2])
+    assert all(2**20 <= size < 2**22 for size in sizes[1::2])
+    assert min(sizes) < 2**14 < 2**18 < max(sizes[::2])
 
 
 def test_half_precision_has_gradients_of_float32() -> None:

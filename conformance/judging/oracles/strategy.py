@@ -292,8 +292,14 @@ def _common_powers_of_two(values: torch.Tensor) -> torch.Tensor:
 def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> list[str]:
     """Return the known mistakes that give these values, the likeliest first."""
     dtype = gradient_spec(run.scenario, step, index).dtype
-    # Different mistakes round to one value in narrower dtypes, and large parameters take long.
-    if dtype not in ("float32", "float64") or len(got) > _LARGE:
+    # Different mistakes round to one value in narrower dtypes.
+    if dtype not in ("float32", "float64"):
+        return []
+    held = held_in(run.scenario, index)
+    if held and torch.equal(got, got.to(getattr(torch, held.dtype)).double()):
+        return [f"it went through {held.dtype}, the dtype of the parameter"]
+    # The other mistakes take long to try on large parameters.
+    if len(got) > _LARGE:
         return []
     wanted = right(run, rank, step, index)
     own_of_all = [_own(run, other, step, index) for other in range(run.world)]
@@ -315,9 +321,6 @@ def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> li
         for name, value in known.items()
         if value is not None and _are_close(got, value) and not _are_close(wanted, value)
     ]
-    held = held_in(run.scenario, index)
-    if held and torch.equal(got, got.to(getattr(torch, held.dtype)).double()):
-        return [f"it went through {held.dtype}, the dtype of the parameter"]
     if not names and dtype == "float64" and torch.equal(got, got.float().double()):
         return ["it went through float32"]
     return names

@@ -1,10 +1,12 @@
 """Backward passes and gradients of a sync strategy's steps, as trainers have them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.strategy_breaks import AFTER, BETWEEN, PARTED, WITHIN
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in
 from conformance.scenarios.strategy_passes import (
     ASKED,
@@ -46,6 +48,53 @@ def run_backwards(
         return
     for one in losses:
         one.backward()
+
+
+class _Raises(torch.autograd.Function):
+    """A node at which a backward ends by an exception."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, error: BaseException) -> torch.Tensor:
+        ctx.error = error
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise ctx.error
+
+
+def break_off(
+    way: str,
+    model: torch.nn.Module,
+    grads: Sequence[torch.Tensor | None],
+    made: Mapping[int, torch.nn.Parameter],
+    error: BaseException,
+) -> None:
+    """Begin a micro-batch, and raise an exception.
+
+    Args:
+        way: where it is raised; a constant of ``scenarios/strategy_breaks.py``.
+        model: the model.
+        grads: the gradients of the micro-batch.
+        made: the parameters whose gradients it makes before, by their numbers.
+        error: the exception.
+    """
+    some = [grad if index in made else None for index, grad in enumerate(grads)]
+    rest = [None if index in made else grad for index, grad in enumerate(grads)]
+    if way == BETWEEN:
+        model(some).backward()
+        model(rest)
+    elif way == WITHIN:
+        later = _Raises.apply(model(rest), error)
+        # The engine begins with the nodes that were made last.
+        (model(some) + later).backward()
+    else:
+        loss = model(grads)
+        if way == AFTER:
+            loss.backward()
+        elif way == PARTED:
+            loss.backward(inputs=list(made.values()), retain_graph=True)
+    raise error
 
 
 def clear_gradients(

@@ -1,7 +1,7 @@
 """The things of a trainer that a sync strategy has no right to change."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,36 +10,25 @@ from conformance.ranks.instruments.digest import checksum
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import SHARED
-from conformance.scenarios.strategy_rates import rates
+from conformance.scenarios.strategy_rates import classes, rates
 from conformance.scenarios.strategy_schedule import added, part_of, swap_of
 
 
-class CountingOptimizer(torch.optim.SGD):
+class CountingOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps are counted, and leave the parameters as they are.
 
-    Gradients alone are judged, and some of them are NaN. Each parameter has a momentum, which steps
-    leave as it is, too.
-
-    Args:
-        params: the parameters or groups.
-        seed: of the momenta, which are the same on all ranks.
+    Gradients alone are judged, and some of them are NaN. Steps leave the states of parameters as
+    they are, too. A subclass has a class of torch.optim as a further base.
 
     Attributes:
         steps: how many steps it has taken.
         own_calls: how often each step() was called that the trainer has put on it.
     """
 
-    def __init__(
-        self, params: list[torch.nn.Parameter] | list[dict[str, object]], seed: str
-    ) -> None:
-        super().__init__(params, lr=0.0)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.steps = 0
         self.own_calls: list[int] = []
-        known = [one for group in self.param_groups for one in group["params"]]
-        momenta = [torch.empty_like(one) for one in known]
-        set_values(momenta, f"{seed}/momenta")
-        for parameter, momentum in zip(known, momenta, strict=True):
-            self.state[parameter]["momentum_buffer"] = momentum
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Count a step."""
@@ -58,11 +47,42 @@ class CountingOptimizer(torch.optim.SGD):
         self.step = step  # type: ignore[method-assign]
 
 
+def _make_optimizer(
+    params: list[torch.nn.Parameter] | list[dict[str, object]],
+    made: tuple[str, tuple[str, ...]],
+    seed: str,
+) -> CountingOptimizer:
+    """Return an optimizer that counts its steps.
+
+    Args:
+        params: the parameters or groups.
+        made: the name of its class in torch.optim, and the names of the states of a parameter.
+        seed: of the states' values, which are the same on all ranks.
+    """
+    name, states = made
+    optimizer = _counting(name)(params, lr=0.0)
+    known = [one for group in optimizer.param_groups for one in group["params"]]
+    for state in states:
+        values = [torch.empty_like(one) for one in known]
+        set_values(values, f"{seed}/{state}")
+        for parameter, value in zip(known, values, strict=True):
+            optimizer.state[parameter][state] = value
+    return optimizer
+
+
+@cache
+def _counting(name: str) -> type[CountingOptimizer]:
+    """Return a class of torch.optim that counts its steps, by its name."""
+    return type(f"Counting{name}", (CountingOptimizer, getattr(torch.optim, name)), {})
+
+
 def make_optimizers(
     scenario: Scenario, params: list[torch.nn.Parameter]
 ) -> list[CountingOptimizer]:
     """Return the optimizers of a scenario's model."""
-    made = partial(CountingOptimizer, seed=f"{scenario.session_seed}/{scenario.name}")
+    first, last = classes(scenario)
+    seed = f"{scenario.session_seed}/{scenario.name}"
+    made = partial(_make_optimizer, made=first, seed=seed)
     if scenario.variant == "turns":
         parts: list[list[torch.nn.Parameter]] = [[], []]
         for index, parameter in enumerate(params):
@@ -78,8 +98,13 @@ def make_optimizers(
     one, second, third, *rest = reversed(params)
     groups = [[second], [one, third], [one, *rest[:2]], rest[2:]]
     momentum = generator(scenario, "momentum").uniform(0.5, 0.95)
-    given = [{"params": group, "momentum": momentum} for group in groups]
-    return [made(given[:2]), made(given[2:])]
+    given: list[dict[str, object]] = [{"params": group} for group in groups]
+    optimizers = [made(given[:2]), made(given[2:], made=last)]
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.SGD):
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+    return optimizers
 
 
 class TrainersOwn:

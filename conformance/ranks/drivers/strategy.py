@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._backwards import (
+    break_off,
     change_gradient_dtypes,
     clear_gradients,
     give_gradient_dtypes,
@@ -32,7 +33,7 @@ from conformance.ranks.drivers._trainers_own import (
 )
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.flat_buffers import FlatBuffers
-from conformance.ranks.models.nested import nest
+from conformance.ranks.models.nested import nest, put_buffers_into_layers
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.ranks.models.reused_places import made_in_place
@@ -43,6 +44,7 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
+from conformance.scenarios.strategy_breaks import AFTER, way_of_break
 from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 from conformance.scenarios.strategy_passes import ALTERNATING, FORWARDS_FIRST, Passes, passes_of
 from conformance.scenarios.strategy_schedule import (
@@ -237,9 +239,12 @@ class StrategyDriver(RankDriver):
             group: of the model; by default that of the scenario.
         """
         scenario = self.scenario
+        seed = f"{scenario.session_seed}/{scenario.name}"
         made = BufferedProbe if scenario.variant == "buffers" else Probe
         probe = made.__new__(made) if probe is None else probe
         made.__init__(probe, scenario.params, scenario.initial_value, self.rank)
+        if isinstance(probe, BufferedProbe):
+            probe.layers = put_buffers_into_layers(probe, seed)
         probe.to(self.device)
         self.probe = probe
         self.params = probe.tensors
@@ -250,7 +255,6 @@ class StrategyDriver(RankDriver):
             changed = give_gradient_dtypes(scenario, self.params)
             self.recorder.event("gradient_dtypes", parameters=changed)
         self.buffers = self._flattened() if scenario.variant == "flat" else []
-        seed = f"{scenario.session_seed}/{scenario.name}"
         set_values(self.params, seed)
         if scenario.variant == FORMS.variant:
             nest(probe, seed)
@@ -347,7 +351,7 @@ class StrategyDriver(RankDriver):
             is_final = batch == number - 1
             with self.inside("the context"):
                 if fails or goes_on:
-                    self._fail(grads, is_final)
+                    self._fail(grads, batch, is_final)
                 elif is_empty(self.scenario, self.size, self.group_rank, step, batch):
                     with self._context_of(is_final):
                         # There is no input, and so neither a forward nor a backward.
@@ -387,7 +391,7 @@ class StrategyDriver(RankDriver):
                 self.keep(f"grad/p{index}", parameter.grad)
         if self.scenario.variant == "buffers":
             for name, buffer in self.model.named_buffers():
-                self.keep(f"buffer/{name.removeprefix('module.')}", buffer)
+                self.keep(f"buffer/{name.rpartition('.')[2]}", buffer)
         if any(buffers.gaps_changed() for buffers in self.buffers):
             self.recorder.event("gap_change")
         changed = self.own.changed()
@@ -434,17 +438,17 @@ class StrategyDriver(RankDriver):
         loss: torch.Tensor = self.model(grads, *arguments)
         return loss
 
-    def _fail(self, grads: Grads, is_final: bool) -> None:
-        """Raise inside the context, before the backward; in the last micro-batch, after it."""
-        error_type = getattr(builtins, raised_in(self.scenario, self.recorder.step))
-        raised = error_type("this micro-batch failed")
+    def _fail(self, grads: Grads, batch: int, is_final: bool) -> None:
+        """Raise inside the context, as the scenario has it; in the last micro-batch, at its end."""
+        step = self.recorder.step
+        raised = getattr(builtins, raised_in(self.scenario, step))("this micro-batch failed")
+        way = AFTER if is_final else way_of_break(self.scenario, step)
+        place = (self.size, self.group_rank, step, batch)
+        made = {at: one for at, one in enumerate(self.params) if uses(self.scenario, *place, at)}
         caught: BaseException | None = None
         try:
             with self._context_of(is_final):
-                loss = self.model(grads)
-                if is_final:
-                    loss.backward()
-                raise raised
+                break_off(way, self.model, grads, made, raised)
         except BaseException as error:
             caught = error
         text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"

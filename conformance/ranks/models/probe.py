@@ -131,17 +131,14 @@ class Probe(nn.Module):
 class BufferedProbe(Probe):
     """A probe with running statistics, as a BatchNorm's, and buffers of integers and bools, which
     each forward updates.
-    """
 
-    running: torch.Tensor
-    seen: torch.Tensor
-    samples: torch.Tensor
-    wrapped: torch.Tensor
-    mask: torch.Tensor
-    phase: torch.Tensor
+    Attributes:
+        layers: those that have a buffer in place of the probe, by its name.
+    """
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__(params, level, rank)
+        self.layers: dict[str, nn.Module] = {}
         self.register_buffer("running", torch.zeros(4))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         # state_dict() does not have it, and DDP sends it.
@@ -169,13 +166,19 @@ class BufferedProbe(Probe):
     @torch.no_grad()
     def _update(self, update: Update) -> None:
         # Another tensor in each forward, as many modules have it.
-        self.running = self.running.lerp(torch.full_like(self.running, update.statistic), 0.5)
-        self.seen.add_(update.added("int64"))
-        self.samples.add_(update.added("int32"))
-        self.wrapped.add_(update.added("uint8"))
-        turn_mask(self.mask, update)
-        if hasattr(self, "phase"):
-            self.phase.mul_(1j).add_(update.statistic)
+        running = self._buffer("running")
+        statistic = torch.full_like(running, update.statistic)
+        self.layers.get("running", self).running = running.lerp(statistic, 0.5)
+        self._buffer("seen").add_(update.added("int64"))
+        self._buffer("samples").add_(update.added("int32"))
+        self._buffer("wrapped").add_(update.added("uint8"))
+        turn_mask(self._buffer("mask"), update)
+        if not faults_of(torch.__version__):
+            self._buffer("phase").mul_(1j).add_(update.statistic)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        buffer: torch.Tensor = getattr(self.layers.get(name, self), name)
+        return buffer
 
 
 def turn_mask(mask: torch.Tensor, update: Update) -> None:

@@ -46,14 +46,16 @@ from conformance.scenarios.strategy import (
     VIEWS,
     WITHOUT,
 )
+from conformance.scenarios.strategy_breaks import RECOVERED_ALIKE, RECOVERED_EARLY
 from conformance.scenarios.strategy_passes import BY_FORWARDS
-from conformance.scenarios.strategy_schedule import _DIFFERENT, RECOVERED_ALIKE, counted
+from conformance.scenarios.strategy_schedule import _DIFFERENT, counted
 from conformance.scenarios.strategy_training import (
     ALL,
     AUTOCAST,
     EMPTY,
     GRADIENT_DTYPES,
     LARGE,
+    LARGE_DTYPES,
     LONG,
     LONG_STEPS,
     PARTS,
@@ -114,6 +116,10 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
     if scenario.variant == AUTOCAST.variant:
         params = (*scenario.params, *two_large(generator(scenario)))
         scenario = replace(scenario, params=params)
+    if scenario.name == LARGE_DTYPES.name:
+        draw = generator(scenario)
+        wide = [replace(p, dtype=draw.choice(("float32", "float64"))) for p in two_large(draw)]
+        scenario = replace(scenario, params=(*wide, *scenario.params))
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
@@ -140,8 +146,10 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         "all_used" in claimed or "find_unused" in claimed
     ):
         scenario = replace(scenario, variant=BY_FORWARDS)
-    if scenario.variant == RECOVERED.variant and "all_used" in claimed:
-        scenario = replace(scenario, variant=RECOVERED_ALIKE)
+    if scenario.variant == RECOVERED.variant and is_ddps_own:
+        # A backward of some parameters is none to DDP, if it averages them by itself.
+        variant = RECOVERED_ALIKE if "all_used" in claimed else RECOVERED_EARLY
+        scenario = replace(scenario, variant=variant)
     if "world_only" in claimed and scenario.groups:
         scenario = replace(scenario, groups=(), twin_groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:

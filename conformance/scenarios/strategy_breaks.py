@@ -1,0 +1,79 @@
+"""Micro-batches that end by an exception, after which a step goes on, as data.
+
+A micro-batch that runs out of memory may have made some gradients by then: those of the first of
+two losses, of the first of two passes, or of the layers that a backward has come to. They are in
+``.grad`` on all ranks, and the trainer keeps them: the next synchronisation averages them, too.
+"""
+
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
+
+BEFORE = "before"  # before the backward: no gradient has been made
+AFTER = "after"  # after the whole backward
+BETWEEN = "between"  # after the backward of a first loss, in the forward of a second one
+PARTED = "parted"  # after the first of two backwards through one output
+WITHIN = "within"  # in the midst of a backward
+
+_WAYS = (BEFORE, BETWEEN, PARTED, WITHIN)
+
+RECOVERED = "recovered"
+# The variant "recovered" if all micro-batches use all parameters.
+RECOVERED_ALIKE = "recovered_alike"
+# The variant "recovered" if no gradient is made before an exception.
+RECOVERED_EARLY = "recovered_early"
+VARIANTS = (RECOVERED, RECOVERED_ALIKE, RECOVERED_EARLY)
+
+# A step has the parameters of each kind.
+_ALWAYS, _BEFORE_IT, _AFTER_IT, _BY_RANK, _IN_IT_ALONE = range(5)
+
+
+def way_of_break(scenario: Scenario, step: int) -> str:
+    """Return how a micro-batch breaks off; the step goes on.
+
+    Two neighbours have each way: in one of them the first micro-batch breaks off.
+    """
+    return _drawn_ways(scenario)[step // 2] if scenario.variant == RECOVERED else BEFORE
+
+
+def has_error(scenario: Scenario, step: int) -> bool:
+    """Whether the exception of a step is an error: in one way that makes gradients, and in the one
+    that makes none. Exceptions of other steps are drawn.
+    """
+    ways = _drawn_ways(scenario)
+    with_gradients = generator(scenario, "error").choice([way for way in _WAYS if way != BEFORE])
+    return ways[step // 2] in (BEFORE, with_gradients)
+
+
+def uses_around_break(
+    scenario: Scenario, broken: int, place: int, step: int, batch: int, index: int
+) -> bool:
+    """Whether the micro-batch of a rank makes a gradient, in a step that goes on after a break.
+
+    Of five parameters one is used in all micro-batches, one before the broken one alone, one after
+    it alone, and one in it alone; a drawn part of the micro-batches of each rank uses the last one.
+    The broken one makes gradients of the last two kinds, and drawn ones of the first.
+
+    Args:
+        scenario: the scenario.
+        broken: the micro-batch that breaks off.
+        place: the rank's number within the group.
+        step: the step.
+        batch: the micro-batch of the step.
+        index: the parameter.
+    """
+    if batch == broken and way_of_break(scenario, step) == BEFORE:
+        return False
+    kind = (index + generator(scenario, f"kinds {step}").randrange(5)) % 5
+    if kind == _BY_RANK:
+        return generator(scenario, f"{step}/{batch}/p{index} of {place}").random() < 0.5
+    if batch == broken:
+        in_it = generator(scenario, f"{step}/p{index} in the broken one").random() < 0.5
+        return kind == _IN_IT_ALONE or (kind == _ALWAYS and in_it)
+    by_kind = {_BEFORE_IT: batch < broken, _AFTER_IT: batch > broken, _IN_IT_ALONE: False}
+    return by_kind.get(kind, True)
+
+
+def _drawn_ways(scenario: Scenario) -> tuple[str, ...]:
+    ways = list(_WAYS)
+    generator(scenario, "ways").shuffle(ways)
+    return tuple(ways)
