@@ -5,6 +5,7 @@ request        a command line, parsed once
 results        the files of a run, and those of an earlier one
 session        the run itself: load the subject, judge, conclude
 engine         runs each scenario once, and applies the rules
+judging_order  which rules are judged before others
 plan           which runs a rule reads; scenarios adapted to the claims
 blame          which rule a failed run fails
 claim_search   ``--claims auto``
