@@ -123,6 +123,18 @@ def require_same_bits(
             ), (step, rank, index)
 
 
+def other_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors whose values differ; NaN is the same as NaN.
+
+    Some buffers of the network of ``training`` are not finite.
+    """
+    return [
+        name
+        for name, tensor in one.items()
+        if not torch.allclose(tensor, other[name], rtol=0, atol=0, equal_nan=True)
+    ]
+
+
 @contextmanager
 def torchs_own_fails(said: str) -> Iterator[None]:
     """Expect that torch's own fails with ``message``, so that a fix in torch is noticed."""

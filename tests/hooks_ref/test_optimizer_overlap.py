@@ -19,6 +19,7 @@ from tests.hooks_ref.algorithms import (
     PARAMS,
     every,
     gradients,
+    other_tensors,
     require_same_bits,
     result,
     run_hook,
@@ -73,21 +74,13 @@ def require_same_tensors(one: Run, other: Run) -> None:
     """Everything recorded, parameters of every step among them, on every rank."""
     for mine, theirs in zip(one.ranks, other.ranks, strict=True):
         assert mine.tensors.keys() == theirs.tensors.keys()
-        assert [
-            name
-            for name, tensor in mine.tensors.items()
-            if not torch.equal(tensor, theirs.tensors[name])
-        ] == []
+        assert other_tensors(mine.tensors, theirs.tensors) == []
 
 
 def require_replicas(run: Run) -> None:
     first, *others = run.ranks
     for other in others:
-        assert [
-            name
-            for name, tensor in first.tensors.items()
-            if not torch.equal(tensor, other.tensors[name])
-        ] == []
+        assert other_tensors(first.tensors, other.tensors) == []
 
 
 def require_trained(run: Run) -> None:

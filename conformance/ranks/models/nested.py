@@ -69,11 +69,11 @@ def put_buffers_into_layers(probe: nn.Module, seed: str) -> dict[str, nn.Module]
     homes = [probe, frozen, bare, inner]
     homes += [draw.choice((probe, frozen, frozen, bare, inner)) for _ in names[len(homes) :]]
     found = {name: home for name, home in zip(names, homes, strict=True) if home is not probe}
+    saved = probe.state_dict()
     for name, home in found.items():
         buffer = probe._buffers[name]
-        is_persistent = name not in probe._non_persistent_buffers_set
         delattr(probe, name)
-        home.register_buffer(name, buffer, persistent=is_persistent)
+        home.register_buffer(name, buffer, persistent=name in saved)
     frozen.add_module("inner", inner)
     probe.add_module("bare", bare)
     probe.add_module("frozen", frozen)
