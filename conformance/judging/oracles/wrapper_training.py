@@ -74,6 +74,7 @@ TOLERANCES = {
     HALF.variant: 2.0**-6,
 }
 # By the setting of autocast, if forwards under several have graphs at once; '' are parameters.
+# float16 has the tolerance of HALF. bfloat16 has three bits less, 8 for 11: its is 2**3 as large.
 _OF_SETTINGS = {"float32": SHORT_SUMS, "float16": 2.0**-6, "bfloat16": 2.0**-3, "": 2.0**-3}
 # The bytes of a number in float32.
 _BYTES = 4
