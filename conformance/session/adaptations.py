@@ -370,6 +370,15 @@ ADAPTATIONS = (
         "small matrices are not worth compressing",
     ),
     Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and claims.lossy != LOCAL
+            and scenario.name == JOINT.name
+        ),
+        changes.use_two_buckets,
+        "the hook of two models is called for each bucket, over many steps",
+    ),
+    Adaptation(
         lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name == VAST.name,
         repeat_vast_steps,
         "the number of steps follows from delta; local results are judged in `network`",

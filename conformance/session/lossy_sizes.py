@@ -59,7 +59,7 @@ def take_moments_of_buckets(scenario: Scenario, claims: Claims) -> Scenario:
     faint = steps[0].replace("heavy", "faint")
     if claims.lossy == UNBIASED:
         scenario = add_large_buckets(scenario, generator(scenario, "large"))
-    return replace(scenario, steps=(faint, *steps), folded="moments")
+    return replace(scenario, steps=(faint, *steps), folded="moments", world_sizes=(2,))
 
 
 def _heavy_steps(scenario: Scenario, claims: Claims) -> tuple[str, ...]:

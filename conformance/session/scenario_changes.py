@@ -73,6 +73,8 @@ _WIDER_SHAPES = {
     (4, 3, 2, 5): (24, 3, 2, 5),
     (20_011,): (91, 225),
 }
+# 256 bytes: of the parameters of ``buckets`` the last three, and the first two.
+_CAP_OF_HALVES = 256 / 2**20
 # A bucket of two elements of float32 or more is closed once the next parameter comes.
 _CAP_OF_TWO = 8 / 2**20
 _LARGE_BUCKETS = 6
@@ -165,6 +167,11 @@ def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 def use_one_bucket(scenario: Scenario, claims: Claims) -> Scenario:
     """Put all parameters into one bucket."""
     return replace(scenario, ddp=replace(scenario.ddp, bucket_cap_mb=25.0))
+
+
+def use_two_buckets(scenario: Scenario, claims: Claims) -> Scenario:
+    """Put parameters into two buckets, each with one that is worth compressing."""
+    return replace(scenario, ddp=replace(scenario.ddp, bucket_cap_mb=_CAP_OF_HALVES))
 
 
 def count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
@@ -319,14 +326,14 @@ def let_each_rank_weigh_most(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def run_on_many_ranks(scenario: Scenario, claims: Claims) -> Scenario:
-    """Run on 16 ranks, on two, four or eight nodes of equal size.
+    """Run on 12 ranks, on two, three, four or six nodes of equal size.
 
-    If results are judged by their norm, there are 18 ranks: in a tree of pairs the last two have no
+    If results are judged by their norm, there are 10 ranks: in a tree of pairs the last two have no
     partners, and are easily counted for more. Local results need no sums of many ranks: there are
     8.
     """
-    size, divisors = {CONTRACTION: (18, (2, 3, 6, 9)), LOCAL: (8, (2, 4))}.get(
-        claims.lossy, (16, (2, 4, 8))
+    size, divisors = {CONTRACTION: (10, (2, 5)), LOCAL: (8, (2, 4))}.get(
+        claims.lossy, (12, (2, 3, 4, 6))
     )
     nodes = generator(scenario).choice(divisors)
     return replace(scenario, size=size, nodes=(size // nodes,) * nodes)
@@ -464,6 +471,8 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     resume = scenario.resume
     # The scales of layers are beyond float16, which crafted values would have to be exact in.
     usual = "training" if claims.warmup_rounded and scenario.name == LAYERS.name else "crafted"
+    if scenario.steps[0] == "tiled":
+        usual = "tiled"
     last = "normal" if scenario.name in _WITH_RANDOM_VALUES else usual
     steps = (usual,) * (claims.warmup - 1) + (last,) + scenario.steps
     saves_early = claims.warmup > 1 and scenario.name in _SAVED_EARLY

@@ -250,11 +250,20 @@ def print_options() -> Any:
 def global_hooks() -> dict[str, Mapping[Any, Any]]:
     """Return the tables of hooks that torch calls for every module and every optimizer."""
     found = {}
-    for owner in ("torch.nn.modules.module", "torch.optim.optimizer"):
-        for name, value in list(vars(sys.modules[owner]).items()):
-            if name.startswith("_global_") and isinstance(value, Mapping):
-                found[name] = value
+    for owner, name in _NAMES_OF_GLOBAL_HOOKS:
+        value = getattr(sys.modules[owner], name, None)
+        if isinstance(value, Mapping):
+            found[name] = value
     return found
+
+
+# They are read in every step, and a module has hundreds of other names.
+_NAMES_OF_GLOBAL_HOOKS = [
+    (owner, name)
+    for owner in ("torch.nn.modules.module", "torch.optim.optimizer")
+    for name in vars(sys.modules[owner])
+    if name.startswith("_global_")
+]
 
 
 # --- modules and functions ------------------------------------------------------------------------

@@ -319,5 +319,5 @@ def _is_turned(parameters: list[torch.nn.Parameter]) -> bool:
 _SPARE = 64
 # Of four parameters one draw in 25 fits, of 400 parameters none may. A draw takes the longer the
 # more parameters there are.
-_PARAMETERS_DRAWN = 20_000
+_PARAMETERS_DRAWN = 5_000
 _MOST_TRIES = 1000
