@@ -63,7 +63,8 @@ def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
     """After a step of one micro-batch every gradient is the mean over the ranks. Under ``counts`` a
     step has the claimed number here, and in all rules, and gradients are the sums of the means.
 
-    On these values every right way to compute the mean gives the same bits.
+    On these values every right way to compute the mean gives the same bits. An optimizer that the
+    strategy gets has a learning rate of 0 here: gradients are judged, and parameters stay.
     """
     require_means(run, found)
 

@@ -55,8 +55,8 @@ GENERIC = "torch documentation, Generic Join Context Manager"
     owns=(PLAIN,),
     certifies_machine=True,
     source=TUTORIAL,
-    remedy="notify_join_context, which need not wait; __exit__, which checks once more than there "
-    "are steps",
+    remedy="a notify_join_context that waits for what the others have not begun; an __exit__ that "
+    "leaves before it has made the last check: there is one more than there are steps",
 )
 def even(run: Run, claims: Claims, found: Found) -> None:
     """With equally many inputs on all ranks every step is the same as without the context, no main

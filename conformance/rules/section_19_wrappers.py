@@ -76,9 +76,9 @@ def parity(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     owns=(RANDOM,),
     needs=("19.1",),
     source=f"{DOCS}: preserve_rng_state",
-    remedy="keep the generator's state of the forward, and set it before the forward runs again: "
-    "torch.random.fork_rng; that a block draws shows in the generator, not in its modules or "
-    "their mode",
+    remedy="the generator's state of the forward, which has to be set before the forward runs "
+    "again: torch.random.fork_rng. Do not tell by a block's modules, or by their mode, whether it "
+    "draws: the generator's state shows it",
 )
 def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With dropout and batch norm inside, and with numbers that a forward draws itself, outputs and
