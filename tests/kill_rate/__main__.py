@@ -3,12 +3,14 @@
 import argparse
 import collections
 import itertools
+import json
 import random
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import tests.kill_rate
 from tests.kill_rate import ROOT, USERS, Mutation, explained, mutations, on_file
@@ -28,17 +30,18 @@ def main() -> int:
         source = (ROOT / "hooks_ref" / f"{module}.py").read_text()
         chosen.append(Mutation(module, 0, UNCHANGED, source))
         chosen += picked
-    asked = [mutation for mutation in chosen if mutation.key not in reasons]
-    judged: list[Judged] = []
+    earlier = _judged_earlier(options.record, chosen)
+    seen = {one.mutation.key for one in earlier}
+    asked = [mutation for mutation in chosen if mutation.key not in reasons.keys() | seen]
+    judged: list[Judged] = list(earlier)
     _print_titles()
     executor = ProcessPoolExecutor(options.judges, get_context("spawn"), start)
     with executor:
         results = executor.map(partial(judge, short=options.short), asked)
         for module, of_module in itertools.groupby(results, key=lambda one: one.mutation.module):
-            done = _print_results(of_module)
+            judged += _print_results(of_module, options.record)
             picked = [one for one in chosen if one.module == module and one.change != UNCHANGED]
-            print(_row(module, picked, done), flush=True)
-            judged += done
+            print(_row(module, picked, judged), flush=True)
     _print_rules(judged)
     _print_survivors(judged)
     _print_titles()
@@ -49,12 +52,37 @@ def main() -> int:
     return 0
 
 
-def _print_results(results: Iterable[Judged]) -> list[Judged]:
-    """Print each result as it comes, and return them without that of the unchanged copy."""
+def _judged_earlier(record: Path | None, chosen: list[Mutation]) -> list[Judged]:
+    """Return the results on file, of an earlier run that was interrupted."""
+    if record is None or not record.exists():
+        return []
+    found = {}
+    for line in record.read_text().splitlines():
+        result = json.loads(line)
+        found[result["key"]] = result
+    made = [mutation for mutation in chosen if mutation.key in found]
+    return [Judged(one, found[one.key]["by"], found[one.key]["seconds"]) for one in made]
+
+
+def _note(record: Path | None, one: Judged) -> None:
+    if record:
+        with record.open("a") as file:
+            result = {"key": one.mutation.key, "by": one.by, "seconds": round(one.seconds, 1)}
+            file.write(json.dumps(result) + "\n")
+
+
+def _print_results(results: Iterable[Judged], record: Path | None) -> list[Judged]:
+    """Print each result as it comes, and return them without that of the unchanged copy.
+
+    Args:
+        results: those of a module.
+        record: a file that keeps each result.
+    """
     judged = []
     for one in results:
         if one.mutation.change != UNCHANGED:
             judged.append(one)
+            _note(record, one)
             by = one.by[:60] or "SURVIVED"
             print(f"{one.seconds:5.1f} s  {by:<12}  {one.mutation}", flush=True)
         elif one.by:
@@ -82,6 +110,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--judges", type=int, default=2, help="number of judges; hanging cases leave a core idle"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keep each result in this file, and judge none that it has: a run at the same "
+        "revision then goes on where it was interrupted",
     )
     return parser.parse_args()
 
