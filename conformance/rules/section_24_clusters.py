@@ -87,8 +87,8 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims. Lossy hooks run on 16 ranks, whose sums may need more bits, and those without
-    feedback on 18. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
+    subject's claims. Lossy hooks run on 12 ranks, whose sums may need more bits, and those without
+    feedback on 10. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
     """
     _require_results(run, claims, found)
 
