@@ -7,17 +7,25 @@ like.
 
 Not part of the test run: a rule that is wrong once in twenty runs is found here. Each run draws its
 scenarios from a seed of its own.
+
+Twenty runs take longer than a working day on two cores. ``--record FILE`` adds a line for each run
+to a file, so that runs of several days count together: ``soak_runs.jsonl`` is the record of this
+repository.
 """
 
 import argparse
 import collections
+import json
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from conformance.judging.rule import MUST, Rule, WorldSizes
 from conformance.judging.verdict import Judgement, Verdict
@@ -81,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
         help="judge subjects of these kinds alone",
     )
     add("--seed", type=int, default=0, help="the seed of the first run")
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="add a line to this file for each run, and say how many there were in a row without "
+        "a wrong verdict",
+    )
     return parser
 
 
@@ -158,6 +173,43 @@ def wrong_verdicts(
             yield f"{case} {number}, seed {case.seed}: {judgement.verdict}: {seen[:300]}"
 
 
+def record_run(
+    record: Path, options: argparse.Namespace, seed: int, verdicts: int, wrong: list[str]
+) -> None:
+    """Add a run to the record.
+
+    Args:
+        record: the file.
+        options: of the command line.
+        seed: of the run.
+        verdicts: their number.
+        wrong: a line for each verdict that was wrong.
+    """
+    told = ("kind", "only", "rule", "parts", "world_size", "judges", "load")
+    line: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "revision": _revision(),
+        "seed": seed,
+        **{name: getattr(options, name) for name in told},
+        "verdicts": verdicts,
+        "wrong": wrong,
+    }
+    with record.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def runs_in_a_row(record: Path) -> int:
+    """Return how many runs there were since the last one with a wrong verdict."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    wrong = [bool(json.loads(line)["wrong"]) for line in lines]
+    return wrong[::-1].index(True) if True in wrong else len(wrong)
+
+
+def _revision() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> int:
     """Judge the cases that the command line names, and return 1 if a verdict was wrong."""
     options = parser().parse_args()
@@ -194,10 +246,16 @@ def main() -> int:
                     for place, case in enumerate(cases)
                 }
             started = {case: judged(seeded[case]) for case in cases}
+            verdicts, of_run = 0, []
             for case, future in started.items():
-                for what in wrong_verdicts(seeded[case], cases[case], future.result()):
-                    wrong[what] += 1
+                judgements = future.result()
+                verdicts += len(judgements)
+                for what in wrong_verdicts(seeded[case], cases[case], judgements):
+                    of_run.append(what)
                     print(f"wrong: {what}", flush=True)
+            wrong.update(of_run)
+            if options.record:
+                record_run(options.record, options, seed, verdicts, of_run)
             said = (
                 f"{len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far, load "
                 f"average {os.getloadavg()[0]:.0f}"
@@ -211,6 +269,8 @@ def main() -> int:
         f"{options.runs} runs of {len(cases)} subjects, {how}: {total} wrong verdicts, "
         f"{seconds:.0f} s"
     )
+    if options.record:
+        print(f"{runs_in_a_row(options.record)} runs in a row without one, on record")
     for burner in burners:
         burner.kill()
     return 1 if wrong else 0
