@@ -436,7 +436,7 @@ class Engine:
         if not sizes or limit is None:
             return None
         verdict = Verdict.NOT_RUN if limit.is_chosen else Verdict.NOT_APPLICABLE
-        reason = f"it needs {max(sizes)} ranks: {limit.reason}"
+        reason = f"its run has {max(sizes)} ranks: {limit.reason}"
         return Judgement(rule.number, verdict, reason)
 
     def _note_failed_run(

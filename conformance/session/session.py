@@ -290,7 +290,7 @@ class Session:
             return SizeLimit(**recorded) if recorded else None
         if not set(REQUIRED_WORLDS) <= set(self.request.world_sizes):
             largest = max(*REQUIRED_WORLDS, *self.worlds)
-            return SizeLimit(largest, "--world-size leaves larger sizes out", is_chosen=True)
+            return SizeLimit(largest, "--world-size leaves such runs out", is_chosen=True)
         if self.pool and self.pool.capacity is not None:
             hosts = f"there are {self.pool.capacity} hosts"
             return SizeLimit(self.pool.capacity, hosts, is_chosen=False)
