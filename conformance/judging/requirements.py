@@ -1,6 +1,6 @@
 """Requirements that rules of several sections share; each records its findings in a ``Found``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 
@@ -193,8 +193,10 @@ def require_same_gaps(run: Run, views: str, found: Found) -> None:
             )
 
 
-def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
-    """Require that a backward leaves parameters in their memory.
+def require_same_memory(
+    run: Run, found: Found, steps: int = 0, only: Container[str] | None = None
+) -> None:
+    """Require that a backward leaves parameters and buffers in their memory.
 
     A subject may lay out parameters in some steps first, and in two more: DDP rebuilds its buckets
     after the first step, and those of a static graph a step later. It may do so again if the
@@ -204,6 +206,7 @@ def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
         run: the run.
         found: the findings of the rule.
         steps: the first steps of each rank, which are not judged.
+        only: the names of the parameters that are judged; None for all of them.
     """
     if run.scenario.renews_storage or run.scenario.rewraps:
         return
@@ -211,9 +214,12 @@ def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
     for rank in run.ranks:
         for stepped in list(rank.all("stepped"))[steps:]:
             moved = stepped.get("parameters_moved", [])
+            if only is not None:
+                moved = [name for name in moved if name in only]
+            moved = [*moved, *stepped.get("buffers_moved", [])]
             found.require(
                 not moved,
-                "parameters in the memory that they were in",
+                "parameters and buffers in the memory that they were in",
                 f"rank {rank.rank}, step {stepped['step']}: {', '.join(moved[:3])} moved",
                 "p.data is bound to a new tensor: what shares the old one sees no further step",
             )

@@ -17,7 +17,7 @@ from conformance.scenarios.evidence import (
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
 from conformance.scenarios.late_steps import RESUMED_LATE, ROLLED_BACK_LATE, SAVED_LATE
 from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
-from conformance.scenarios.surroundings import JOINT
+from conformance.scenarios.surroundings import JOINT, JOINT_ALIKE
 from conformance.subjects.claims import DIFFERENCE, Claims
 
 
@@ -306,22 +306,25 @@ _OLD_UNITS = "residuals, velocities or estimates are still in units of the old l
 @rule(
     "11.7",
     "Keeps two models apart in one backward",
-    on=(JOINT,),
-    owns=(JOINT,),
-    unless="world_only",
+    on=(JOINT, JOINT_ALIKE),
+    owns=(JOINT, JOINT_ALIKE),
     needs=("11.1", "1.8", "2.7"),
     since="1.6",
     source="generators and discriminators, actors and critics, distillation: one loss, and one "
     "backward through several models under DDP",
     remedy="buffers, lists of pending work and counters that a module or a class keeps between two "
-    "calls, and the group or its size: the next call may be for a bucket of the other model",
+    "calls, and the group or its size: the next call may be for a bucket of the other model, even "
+    "of the same group, number, dtype and size",
 )
 def joint(run: Run, claims: Claims, found: Found) -> None:
     """The losses of two models are added, and one backward goes through both. Each model has a hook
     and a state of its own, and gets its own mean, while calls for buckets of both follow one
-    another. One model is on WORLD, of three or four ranks, the other one on a group of all of them
-    but one, as experts are beside dense layers: each callback belongs to the group of its own call.
+    another. In one run a model is on WORLD, of three or four ranks, and the other one on a group of
+    all of them but one, as experts are beside dense layers: each callback belongs to the group of
+    its own call. In the other run two models of the same shapes, as twin critics are, have the same
+    group, so that each bucket has a like one with the same number.
 
+    Under ``world_only`` the models of the second run alone are judged.
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.
     """
@@ -340,8 +343,9 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook "
     "State; jobs that are preempted go on from any step",
     remedy="a number of the epoch, or of the round, that changes seldom and is not in the state, "
-    "or that a load leaves as it is; a count of steps that is saved in too few bits; residuals of "
-    "half precision in a dtype that is narrower than the one in use; flat tensors for buckets of "
+    "or that a load leaves as it is; a count of steps that is saved in too few bits; residuals in "
+    "a dtype that is narrower than the one in use: of half precision, or of float32 for gradients "
+    "of float64; flat tensors for buckets of "
     "several parameters, which a load leaves as they are",
 )
 def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
@@ -352,7 +356,7 @@ def same_bits_late(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     500 steps after it was saved. Parameters are of float16 in one of these two runs, and of
     bfloat16 in the other one, which is drawn; so are their sizes, 257 to 1,019, and the numbers of
     steps. There is one parameter if new processes go on. If one process does, there are five to
-    eight, in two buckets, with three or more in one.
+    eight, in two buckets, with three or more in one, and another one of float64.
     """
     saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)

@@ -24,7 +24,8 @@ from conformance.subjects.claims import Claims
     needs=("2.1", "2.7", "1.8"),
     since="1.1",
     source="torch documentation, DistributedDataParallel: find_unused_parameters",
-    remedy="the .grad of a parameter that was left out, which is None or left from an earlier "
+    remedy="a mean over the ranks that have used a parameter, in one dtype or in all; the .grad of "
+    "a parameter that was left out, which is None or left from an earlier "
     "step: work on the bucket, which holds zeros then; offsets that leave out parameters of the "
     "bucket that require no gradient; the path for find_unused_parameters, without the group",
 )
@@ -32,10 +33,10 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
     """With find_unused_parameters=True a parameter that some ranks have not used gets the mean over
     all ranks, with zeros for those, on every rank. So it does from the ranks of its group, if the
     model is on a group of two ranks, of three; a subject with ``world_only`` is judged on WORLD
-    alone. A parameter that no rank has used keeps no
-    gradient. So it is if parameters are frozen after DDP was made, for as long as no rank uses
-    them, as networks are that train in turns. Or the subject refuses such a model with an error on
-    every rank."""
+    alone. Parameters are of float32, and of float16, bfloat16 and float64 unless the subject is
+    lossy. A parameter that no rank has used keeps no gradient. So it is if parameters are frozen
+    after DDP was made, for as long as no rank uses them, as networks are that train in turns. Or
+    the subject refuses such a model with an error on every rank."""
     require_steps(run, claims, found, run.steps("crafted"))
     # A fused hook frees the gradients: the results of its futures are no evidence of those that
     # DDP left.

@@ -46,8 +46,11 @@ ROLLED_BACK_LATE = replace(
     name="rolled_back_late",
     summary="a process saves its state after 3 to 43 steps, takes 300 to 500 more, loads the "
     "state, and repeats the first 12 of these; 5 to 8 parameters, of the other one of float16 and "
-    "bfloat16, in two buckets, with three or more in one; all of it is drawn",
-    params=tuple(Param((size,), "float16") for size in (509, 307, 401, 263, 601)),
+    "bfloat16, in two buckets, with three or more in one, and one of float64; all of it is drawn",
+    params=(
+        *(Param((size,), "float16") for size in (509, 307, 401, 263, 601)),
+        Param((311,), "float64"),
+    ),
     ddp=DDPOptions(bucket_cap_mb=2081 / 2**20),
     groups=(),
     world_sizes=(2,),
@@ -78,15 +81,17 @@ def draw_saved_late(scenario: Scenario, _: random.Random) -> Scenario:
 def draw_rolled_back_late(scenario: Scenario, draws: random.Random) -> Scenario:
     """Draw the sizes, and the numbers of steps before the save and before the load.
 
-    A bucket is closed at half of all bytes. No parameter of five or more has as many: the first
-    bucket has two or more, and leaves the others, one or more, to the second.
+    A bucket is closed at half of the bytes of one dtype. No parameter of five or more has as many:
+    the first bucket has two or more, and leaves the others, one or more, to the second. The
+    parameter of float64 has a bucket of its own.
     """
     saves_at, later = scenario.resume.saves_at, draws.randint(300, 500)
     sizes = [draws.randint(257, 1019) for _ in range(draws.randint(5, 8))]
     in_bytes = 2 * sum(sizes)
+    halves = [Param((size,), _halves(scenario)[1]) for size in sizes]
     return replace(
         scenario,
-        params=tuple(Param((size,), _halves(scenario)[1]) for size in sizes),
+        params=(*halves, Param((draws.randint(257, 1019),), "float64")),
         ddp=replace(scenario.ddp, bucket_cap_mb=in_bytes / 2 / 2**20),
         steps=scenario.steps[:saves_at] + ("constant",) * (later + REPEATED),
         unrecorded_steps=draws.randint(0, 40),

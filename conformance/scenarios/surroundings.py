@@ -72,7 +72,18 @@ JOINT = replace(
     prerequisite=TWO_MODELS.name,
 )
 
-ALL = (DEFAULT_DTYPES, AUTOCAST, CLOCKS, JOINT)
+# Both models have equal buckets in equal numbers, and the same group: what a hook keeps for a call
+# under way by any of these is that of the other model.
+JOINT_ALIKE = replace(
+    JOINT,
+    name="joint_alike",
+    summary="the same for two models that are alike, on the same group",
+    size=0,
+    world_sizes=(2,),
+    twin_groups=(),
+)
+
+ALL = (DEFAULT_DTYPES, AUTOCAST, CLOCKS, JOINT, JOINT_ALIKE)
 
 
 def _draw_joint(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -81,6 +92,11 @@ def _draw_joint(scenario: Scenario, numbers: random.Random) -> Scenario:
     alone = numbers.randrange(size)
     others = tuple(rank for rank in range(size) if rank != alone)
     return replace(scenario, size=size, twin_groups=(others, (alone,)))
+
+
+def _draw_order(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the order in which callbacks run."""
+    return replace(scenario, seed=numbers.randrange(1000))
 
 
 def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -124,4 +140,5 @@ DRAWS = {
     DEFAULT_DTYPES.name: draw_default_dtypes,
     AUTOCAST.name: _draw_autocast,
     JOINT.name: _draw_joint,
+    JOINT_ALIKE.name: _draw_order,
 }

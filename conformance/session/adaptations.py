@@ -11,7 +11,7 @@ from conformance.judging.oracles.lossy import (
     ONE_WORLD_SCENARIOS,
 )
 from conformance.scenarios import process
-from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
+from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS, UNUSED_GROUPS
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.evidence import (
@@ -29,6 +29,7 @@ from conformance.scenarios.hook import (
     SIZES,
     SMALL_GRADIENTS,
     SPECIAL,
+    UNUSED,
     VALUES,
     VALUES_AGAIN,
     VIEWS,
@@ -46,6 +47,7 @@ from conformance.scenarios.surroundings import (
     AUTOCAST,
     DEFAULT_DTYPES,
     JOINT,
+    JOINT_ALIKE,
     with_small_parameters,
 )
 from conformance.scenarios.training_sizes import (
@@ -54,6 +56,7 @@ from conformance.scenarios.training_sizes import (
     VAST,
     add_large_complex,
 )
+from conformance.scenarios.unused_dtypes import add_other_dtypes
 from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session import scenario_changes as changes
 from conformance.session.long_schedule import schedule_long_run
@@ -150,6 +153,13 @@ ADAPTATIONS = (
         lambda scenario, claims: scenario.name == COMPLEX.name and not claims.lossy,
         lambda scenario, claims: add_large_complex(scenario, generator(scenario, "large")),
         "lossy hooks take too many steps for a bucket of that size",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name in (UNUSED.name, UNUSED_GROUPS.name) and not claims.lossy
+        ),
+        lambda scenario, claims: add_other_dtypes(scenario, generator(scenario, "dtypes")),
+        "lossy hooks take too many steps for as many buckets",
     ),
     Adaptation(
         lambda scenario, claims: (
@@ -373,7 +383,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
             and claims.lossy != LOCAL
-            and scenario.name == JOINT.name
+            and scenario.name in (JOINT.name, JOINT_ALIKE.name)
         ),
         changes.use_two_buckets,
         "the hook of two models is called for each bucket, over many steps",

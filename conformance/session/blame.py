@@ -52,7 +52,8 @@ def consequence(
     if run.scenario.simulated:
         reason = f"it cannot be simulated: {failed.line}"
         return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
-    if run.scenario.twin_groups and any(rank.first("twin", one_object=True) for rank in run.ranks):
+    has_twins = bool(run.scenario.twin_groups) or run.scenario.joint
+    if has_twins and any(rank.first("twin", one_object=True) for rank in run.ranks):
         reason = f"the subject is one object, which both models would share: {failed.line}"
         return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
     if rule.worlds is WorldSizes.BELOW_MINIMUM and refuses:

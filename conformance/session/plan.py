@@ -83,13 +83,15 @@ class Plan:
         """Return the scenarios that a rule reads for this subject, as written.
 
         A lossy or fused hook may keep memory of its rank alone, which serves no other rank. Where
-        futures are complete at once, they tell of no failure.
+        futures are complete at once, they tell of no failure. A hook that is on WORLD alone is not
+        judged on a twin with another group.
         """
         has_memory = bool(self._claims.lossy or self._claims.fused)
         return [
             scenario
             for scenario in rule.on
             if not (self._profile.ordered and is_noticed_by_futures(scenario))
+            and not (self._claims.world_only and scenario.joint and scenario.twin_groups)
             and (
                 not scenario.resume.of_rank_0
                 or not (has_memory or self._exceeds_limit(self.adapted(scenario)))

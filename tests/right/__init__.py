@@ -50,6 +50,7 @@ _MODULES = (
     "at_random",
     "local",
     "values",
+    "kept_copies",
     "fused",
     "poststep",
     "chained",

@@ -59,8 +59,8 @@ class TwinRun(Run):
 
 
 def twins_of(run: Run) -> Iterator[TwinRun]:
-    """Yield the twins of a run, group by group."""
-    for group in run.scenario.twin_groups:
+    """Yield the twins of a run, group by group; those without groups of their own are on WORLD."""
+    for group in run.scenario.twin_groups or (tuple(range(run.world)),):
         alone = replace(run.scenario, groups=(), twin_groups=(), size=0)
         ranks = [
             RankRecord(place, run.ranks[rank].events, _of_twin(run.ranks[rank]))

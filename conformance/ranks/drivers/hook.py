@@ -296,7 +296,7 @@ class HookDriver(RankDriver):
         self._steps.before_step()
         # A hook may keep what it sees in its first call: on two groups, that of the larger one.
         twin_is_last = bool(self.scenario.twin_groups)
-        if self.twin and not twin_is_last:
+        if self.twin and not twin_is_last and not self.scenario.joint:
             self.twin.train(step, kind)
         if self.model.case.on_step:
             with self.doing("on_step"):

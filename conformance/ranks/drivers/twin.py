@@ -23,7 +23,8 @@ class Twin:
         group: the group that it trains on.
         rank: the global rank of this process.
         device: the device of gradients.
-        recorder: receives the model's gradients, if its groups differ from the main model's.
+        recorder: receives the model's gradients, if it has groups of its own or a backward with
+            the main model.
         doing: attributes errors to activities.
 
     Attributes:
@@ -78,13 +79,13 @@ class Twin:
         return loss
 
     def end_step(self, step: int) -> None:
-        """End a step: make the trainer's call, and record the gradients if the groups differ, and
+        """End a step: make the trainer's call, and record the gradients if the twin is judged, and
         the parameters if the hook steps them.
         """
         with self._doing("twin"):
             if self.model.case.after_backward:
                 self.model.case.after_backward()
-        if self._scenario.twin_groups:
+        if self._scenario.twin_groups or self._scenario.joint:
             for name, parameter in self.model.parameters.items():
                 if parameter.grad is not None:
                     gradient = lay_out(parameter.grad, "contiguous")

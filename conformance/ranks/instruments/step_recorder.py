@@ -1,6 +1,7 @@
 """Records the gradients, parameters, random generators and memory of a model, step by step."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,14 +44,18 @@ class StepRecorder:
         self._allocated_before = 0
         self._parameters_before: dict[str, str] = {}
         self._addresses_before: dict[str, int] = {}
+        self._buffer_addresses_before: dict[str, int] = {}
         self._buffers_before: dict[str, str] = {}
         self._moments = Moments(scenario) if scenario.folded == "moments" else None
 
     def before_step(self) -> None:
-        """Remember the states of the generators, and the bits and addresses of the parameters."""
+        """Remember the states of the generators, the bits of the parameters, and the addresses of
+        parameters and buffers.
+        """
         self._generators_before = process_state.rng()
         self._parameters_before = self._parameter_checksums()
-        self._addresses_before = self._addresses()
+        self._addresses_before = _addresses(self._parameters)
+        self._buffer_addresses_before = _addresses(self._buffers())
 
     def before_backward(self) -> None:
         """Remember the bits of the buffers, which the forward may have changed."""
@@ -64,15 +69,11 @@ class StepRecorder:
         after = self._parameter_checksums()
         buffers = self._buffer_checksums()
         generators = self._generators_before
-        addresses = self._addresses()
         self._recorder.event(
             "stepped",
             parameters_changed=[name for name, bits in after.items() if before[name] != bits],
-            parameters_moved=[
-                name
-                for name, address in self._addresses_before.items()
-                if addresses[name] != address
-            ],
+            parameters_moved=_moved(self._addresses_before, self._parameters),
+            buffers_moved=_moved(self._buffer_addresses_before, self._buffers()),
             buffers_changed=[
                 name for name, bits in self._buffers_before.items() if buffers[name] != bits
             ],
@@ -173,13 +174,19 @@ class StepRecorder:
     def _parameter_checksums(self) -> dict[str, str]:
         return {name: checksum(parameter) for name, parameter in self._parameters.items()}
 
-    def _addresses(self) -> dict[str, int]:
-        """Return the address of each parameter that has elements."""
-        return {
-            name: parameter.data_ptr()
-            for name, parameter in self._parameters.items()
-            if parameter.numel()
-        }
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self._model.model.named_buffers())
 
     def _buffer_checksums(self) -> dict[str, str]:
-        return {name: checksum(buffer) for name, buffer in self._model.model.named_buffers()}
+        return {name: checksum(buffer) for name, buffer in self._buffers().items()}
+
+
+def _addresses(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return the address of each tensor that has elements."""
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}
+
+
+def _moved(before: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that have another address than before."""
+    after = _addresses(tensors)
+    return [name for name, address in before.items() if after.get(name) != address]

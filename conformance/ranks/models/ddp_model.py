@@ -67,7 +67,7 @@ class DDPModel:
             probe = Probe(scenario.params, scenario.initial_value, dist.get_rank())
             self.model: torch.nn.Module = probe.to(device)
         else:
-            self.model = training_network().to(device)
+            self.model = training_network(scenario.session_seed).to(device)
         self.ddp = self._wrap(0)
         self.parameters = dict(self.model.named_parameters())
         parameters = list(self.model.parameters())

@@ -16,6 +16,7 @@ from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import BITS, Update
+from conformance.scenarios.still_tensors import still_tensors
 from conformance.torch_versions.faults import faults_of
 
 TRAINING_BATCH = 6
@@ -249,11 +250,13 @@ def _looked_up(rows: torch.Tensor, grad: torch.Tensor, place: int) -> torch.Tens
     return torch.sparse_coo_tensor(rows.unsqueeze(0), values, grad.shape)
 
 
-def training_network() -> nn.Module:
+def training_network(session_seed: int) -> nn.Module:
     """Return a network with batch norm, its weights fixed without any random state.
 
-    It has buffers that no forward changes: a causal mask, and values that are not finite, large or
-    subnormal, as of an observer that has seen nothing yet.
+    It has a causal mask, and the frozen parameters and buffers of ``scenarios/still_tensors.py``.
+
+    Args:
+        session_seed: the session's seed.
     """
     first, hidden, last = TRAINING_WIDTHS
     model = nn.Sequential(
@@ -267,11 +270,20 @@ def training_network() -> nn.Module:
             values = gradient("normal", shape, torch.float32, world=1, rank=99, step=0, param=index)
             parameter.copy_(values / math.sqrt(first))
     model[0].register_buffer("mask", torch.full((hidden, hidden), -math.inf).triu(1))
-    model[0].register_buffer("extremes", torch.tensor(_EXTREMES))
+    # With a fault, DDP sends no complex tensors.
+    takes_complex = not faults_of(torch.__version__)
+    for frozen in (False, True):
+        for still in still_tensors(session_seed, frozen=frozen):
+            dtype = getattr(torch, still.dtype)
+            if dtype.is_complex and not takes_complex:
+                continue
+            tensor = torch.tensor(still.values, dtype=dtype)
+            if frozen:
+                tensor = nn.Parameter(tensor, requires_grad=False)
+                model[0].register_parameter(still.name, tensor)
+            else:
+                model[0].register_buffer(still.name, tensor)
     return model
-
-
-_EXTREMES = (math.inf, -math.inf, math.nan, 1e30, -70_000.0, 2.0**-149, -1e-30)
 
 
 def training_loss(

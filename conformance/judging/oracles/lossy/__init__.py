@@ -210,6 +210,7 @@ REPEATED_SCENARIOS = (
     "two_groups",
     "equal_groups",
     "joint",
+    "joint_alike",
     "default_dtypes",
     "complex",
     "sparse",
