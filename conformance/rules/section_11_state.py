@@ -67,7 +67,8 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
     "or which the saved state lacks: residuals.update(saved); a factor of the loss scale; parts of "
     "large tensors, which come back in another order; the process group, which load_state_dict "
-    "drops, as by self.__init__(**saved)",
+    "drops, as by self.__init__(**saved); a load_state_dict that takes values out of the saved "
+    "dict, and a state_dict that changes those in use",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
@@ -75,9 +76,10 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     The state is saved with torch.save, or its state_dict if it has one. The model has one
     parameter, so that the bucket is the same in both: of 2**20 to 3 * 2**19 elements if new
-    processes go on. A state with load_state_dict also gives the
-    same bits again if its own process loads it three, five or seven steps later, as after a loss
-    spike, and repeats these steps. At last it loads the state from before the first step, which
+    processes go on. A state with load_state_dict also gives the same bits again if its own process
+    loads it three, five or seven steps later, as after a loss spike, and repeats these steps. It
+    loads the same object twice, which may stay in memory, and takes its state after each repeated
+    step: neither may change anything. At last it loads the state from before the first step, which
     has none of the residuals that later steps have added, and repeats three steps, or three after
     the warm-up, unless that has unrecorded steps. Three ranks do so, with models on two groups of
     two ranks and of one: a state that loads in its own process keeps its group. A subject with

@@ -354,6 +354,10 @@ class HookDriver(RankDriver):
         if step == self.scenario.resume.saves_at - 1:
             with self.doing("save_state"):
                 self.model.save(self._own_folder)
+        elif 0 < resume.rolls_back_at <= step:
+            # The same steps were made without it before: saving a state must change nothing.
+            with self.doing("save_state"):
+                self.model.take_state()
         if self.scenario.observe.memory:
             del loss  # its graph holds the step's tensors
             self._steps.record_memory()
@@ -376,7 +380,7 @@ class HookDriver(RankDriver):
             self.recorder.event("cannot_roll_back")
             return False
         with self.doing("roll_back"):
-            self.model.load(folder)
+            self.model.load(folder, twice=True)
         return True
 
     def _step_of_trainer(self, step: int) -> int:

@@ -276,10 +276,18 @@ class DDPModel:
         """Whether the subject's state, or what a Case saves, can load a state in this process."""
         return _has_state_dict(self._saved)
 
-    def load(self, folder: Path) -> None:
+    def take_state(self) -> None:
+        """Save the subject's state, and throw it away."""
+        torch.save(self._state_to_save(), BytesIO())
+
+    def load(self, folder: Path, *, twice: bool = False) -> None:
         """Load the subject's state and the model, which a training script has saved.
 
         A state without load_state_dict is replaced by the saved one.
+
+        Args:
+            folder: has the two files.
+            twice: load the same object twice, as if it were kept in memory.
         """
         self.model.load_state_dict(torch.load(folder / MODEL))
         try:
@@ -291,6 +299,8 @@ class DDPModel:
             self.not_weights_only = reason.strip().splitlines()[0][:300]
             saved = torch.load(folder / STATE, weights_only=False)
         self._load_state(saved)
+        if twice:
+            self._load_state(saved)
 
     def _state_to_save(self) -> Any:
         state = self._saved
