@@ -145,19 +145,26 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
-    "to True when the step ends, or broadcast model.buffers(), each in its own dtype: a list that "
-    "is kept lacks new ones, and state_dict() lacks some; those of frozen layers change as well; "
+    "to True when the step ends, or broadcast model.buffers(), each in its own dtype, in any mode "
+    "of the model: a list that is kept lacks new ones, and state_dict() lacks some; those of "
+    "frozen layers change as well; what comes into a contiguous copy has to be copied back; "
     "neither sends any if model.broadcast_buffers is False; the first rank of "
     "model.process_group, not rank 0",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
     of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
-    counts in int64, int32 and uint8, a mask of bools, and complex numbers, where DDP sends these;
-    each forward changes them by numbers that are drawn for each rank. The running statistics are
-    another tensor after each forward, and state_dict() lacks one of the counts. Drawn ones lie in
-    layers that train nothing: one whose parameters are all frozen, as those of a BatchNorm may be,
-    and two without parameters.
+    counts in int64, int32 and uint8, sums in float64 of more than 24 bits, values in float16 and
+    bfloat16, a mask of bools, and complex numbers of both dtypes, where DDP sends these; each
+    forward changes them by numbers that are drawn for each rank, which no narrower dtype holds.
+    Drawn ones are transposed, channels_last, or a slice of a larger tensor. The running statistics
+    are another tensor after each forward, and state_dict() lacks one of the counts. Drawn ones lie
+    in layers that train nothing: one whose parameters are all frozen, as those of a BatchNorm may
+    be, and two without parameters.
+
+    In two drawn steps the model is in evaluation mode, and one of these layers at least is in
+    training mode; in another one it is the other way round. A layer in evaluation mode leaves its
+    buffers as they are, and may be left out when buffers are sent.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own. Buffers of a model on a

@@ -132,6 +132,10 @@ class TrainersOwn:
         """Take note of requires_grad, which the trainer has just set for all parameters."""
         self._known |= self._requires_grad()
 
+    def trainer_set_modes(self) -> None:
+        """Take note of the modes of modules, which the trainer has just set."""
+        self._known |= self._modes()
+
     def trainer_replaced(self) -> None:
         """Take note of the memory of parameters that the trainer has just replaced."""
         self._known |= self._memory()
