@@ -204,9 +204,9 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     unless="counts",
     source="training loops that skip a micro-batch that runs out of memory; torch documentation, "
     "torch.Tensor.backward: gradients are in .grad once they have accumulated",
-    remedy="state that is changed when a context begins, and restored only if it ends well; notes "
-    "on gradients that an exception drops, of earlier micro-batches or of the failed one: these "
-    "gradients are there",
+    remedy="state that is changed when a context begins, and restored only if it ends well; code "
+    "for one class of exceptions; notes on gradients that an exception drops, of earlier "
+    "micro-batches or of the failed one: these gradients are there",
 )
 def recovered(run: Run, claims: Claims, found: Found) -> None:
     """If a micro-batch raises an exception on all ranks, and the step goes on with the next one,
@@ -216,8 +216,10 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
 
     The exception comes before the backward, after the backward of a first loss, after a first pass
     with drawn ``inputs``, or in the midst of a backward. The gradients that are there by then stay,
-    and the trainer keeps them. Each comes twice, once in a step's first micro-batch. With the
-    claims ``find_unused`` and ``all_used`` it comes before the backward.
+    and the trainer keeps them. One of these ways has torch.OutOfMemoryError, which is drawn, and
+    one another error that trainers catch; the others have drawn exceptions. Each comes twice, once
+    in a step's first micro-batch. With the claims ``find_unused`` and ``all_used`` it comes before
+    the backward.
     """
     for rank in run.ranks:
         for event in rank.all("failed"):
@@ -401,7 +403,7 @@ own_numbers = right_beside_own_numbers("16.37", (large, long_run), on=(PROBE,))
     "parameters of half precision",
     remedy="buffers by the dtypes of the parameters, or of their first gradients: "
     "torch.zeros_like(parameter), torch.empty(n, dtype=parameter.dtype), also those of large "
-    "gradients alone",
+    "gradients alone; limits by torch.finfo(parameter.dtype)",
 )
 def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of float32 of parameters of half precision, and of float64 of narrower parameters,
@@ -409,7 +411,9 @@ def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The dtypes are drawn from the session's seed, and so is which parameters have the dtype as
     ``grad_dtype``, and which have None, with which the first gradient decides. Some have gradients
-    of their own dtype in the first of 8 to 16 steps, and in drawn later ones. In a run of three
+    of their own dtype in the first of 8 to 16 steps, and in drawn later ones. In drawn steps wider
+    gradients are beyond the range of the parameter's dtype, or below its least number, as under a
+    loss scale. In a run of three
     steps two parameters of half precision are large: one of 2**10 to 2**20, and one of 2**20 to
     2**21 elements. In versions of torch that have no ``grad_dtype`` the rule does not apply.
     """

@@ -10,7 +10,7 @@ from conformance.ranks.instruments.digest import checksum
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import SHARED
-from conformance.scenarios.strategy_rates import classes, rates
+from conformance.scenarios.strategy_rates import classes, rates, schedule_keys
 from conformance.scenarios.strategy_schedule import added, part_of, swap_of
 
 
@@ -100,9 +100,10 @@ def make_optimizers(
     momentum = generator(scenario, "momentum").uniform(0.5, 0.95)
     given: list[dict[str, object]] = [{"params": group} for group in groups]
     optimizers = [made(given[:2]), made(given[2:], made=last)]
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.SGD):
-            for group in optimizer.param_groups:
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            group.update(schedule_keys(scenario, number))
+            if isinstance(optimizer, torch.optim.SGD):
                 group["momentum"] = momentum
     return optimizers
 

@@ -1,6 +1,5 @@
 """The driver of sync strategies: trains in micro-batches, each inside the strategy's context."""
 
-import builtins
 import contextlib
 import gc
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from conformance.ranks.drivers._backwards import (
     break_off,
     change_gradient_dtypes,
     clear_gradients,
+    exception_of,
     give_gradient_dtypes,
     has_other_strides,
     run_backwards,
@@ -240,7 +240,6 @@ class StrategyDriver(RankDriver):
             group: of the model; by default that of the scenario.
         """
         scenario = self.scenario
-        seed = f"{scenario.session_seed}/{scenario.name}"
         made = BufferedProbe if scenario.variant == "buffers" else Probe
         probe = made.__new__(made) if probe is None else probe
         made.__init__(probe, scenario.params, scenario.initial_value, self.rank)
@@ -256,7 +255,7 @@ class StrategyDriver(RankDriver):
             changed = give_gradient_dtypes(scenario, self.params)
             self.recorder.event("gradient_dtypes", parameters=changed)
         self.buffers = self._flattened() if scenario.variant == "flat" else []
-        set_values(self.params, seed)
+        set_values(self.params, seed := f"{scenario.session_seed}/{scenario.name}")
         if scenario.variant == FORMS.variant:
             nest(probe, seed)
         if scenario.variant != "no_ddp":
@@ -435,14 +434,14 @@ class StrategyDriver(RankDriver):
         run_backwards(self.passes, losses, self.params)
 
     def _forward(self, grads: Grads) -> torch.Tensor:
-        arguments = (self._update,) if self.scenario.variant == "buffers" else ()
+        arguments = (self._update,) if isinstance(self.probe, BufferedProbe) else ()
         loss: torch.Tensor = self.model(grads, *arguments)
         return loss
 
     def _fail(self, grads: Grads, batch: int, is_final: bool) -> None:
         """Raise inside the context, as the scenario has it; in the last micro-batch, at its end."""
         step = self.recorder.step
-        raised = getattr(builtins, raised_in(self.scenario, step))("this micro-batch failed")
+        raised = exception_of(raised_in(self.scenario, step))("this micro-batch failed")
         way = AFTER if is_final else way_of_break(self.scenario, step)
         place = (self.size, self.group_rank, step, batch)
         made = {at: one for at, one in enumerate(self.params) if uses(self.scenario, *place, at)}
