@@ -22,14 +22,17 @@ TORCH = "torch documentation, DistributedDataParallel"
     source=f"{COMPOSER}, whose forced_sync iterates over the parameters of every optimizer; torch "
     "documentation, torch.optim.Adam and SGD (momentum): their states take gradients in at any lr",
     remedy="visit each parameter once, or divide only the values that were just summed; visit the "
-    "groups of any learning rate, also if they have no momentum: those of Adam have none",
+    "groups of any learning rate, also if they have no momentum: those of Adam have none; "
+    "keys of a schedule, such as initial_lr",
 )
 def shared(run: Run, claims: Claims, found: Found) -> None:
     """A parameter of two optimizers is averaged once, like the others. So are the parameters of
-    groups that rest, at a learning rate of 0, while others move.
+    groups that rest, at a learning rate of 0, while others move, or all together in the first step,
+    in which a warm-up begins at 0.
 
     The rates are drawn from the session's seed, and so are the steps in which a group rests: the
-    first ones, the last ones, or some; in one step each all groups of an optimizer rest. One
+    first ones, the last ones, or some; in one step each all groups of an optimizer rest. Groups
+    have the keys of a schedule: initial_lr, in those of one optimizer max_lr and min_lr, too. One
     optimizer is an SGD with momentum. The class of the other is drawn: Adam, AdamW, NAdam, RAdam,
     Adamax, Adadelta, or RMSprop, with the states of its parameters, or with none yet.
     """

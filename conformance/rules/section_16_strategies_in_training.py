@@ -145,19 +145,26 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
-    "to True when the step ends, or broadcast model.buffers(), each in its own dtype: a list that "
-    "is kept lacks new ones, and state_dict() lacks some; those of frozen layers change as well; "
+    "to True when the step ends, or broadcast model.buffers(), each in its own dtype, in any mode "
+    "of the model: a list that is kept lacks new ones, and state_dict() lacks some; those of "
+    "frozen layers change as well; what comes into a contiguous copy has to be copied back; "
     "neither sends any if model.broadcast_buffers is False; the first rank of "
     "model.process_group, not rank 0",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
     of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
-    counts in int64, int32 and uint8, a mask of bools, and complex numbers, where DDP sends these;
-    each forward changes them by numbers that are drawn for each rank. The running statistics are
-    another tensor after each forward, and state_dict() lacks one of the counts. Drawn ones lie in
-    layers that train nothing: one whose parameters are all frozen, as those of a BatchNorm may be,
-    and two without parameters.
+    counts in int64, int32 and uint8, sums in float64 of more than 24 bits, values in float16 and
+    bfloat16, a mask of bools, and complex numbers of both dtypes, where DDP sends these; each
+    forward changes them by numbers that are drawn for each rank, which no narrower dtype holds.
+    Drawn ones are transposed, channels_last, or a slice of a larger tensor. The running statistics
+    are another tensor after each forward, and state_dict() lacks one of the counts. Drawn ones lie
+    in layers that train nothing: one whose parameters are all frozen, as those of a BatchNorm may
+    be, and two without parameters.
+
+    In two drawn steps the model is in evaluation mode, and one of these layers at least is in
+    training mode; in another one it is the other way round. A layer in evaluation mode leaves its
+    buffers as they are, and may be left out when buffers are sent.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own. Buffers of a model on a
@@ -197,9 +204,9 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     unless="counts",
     source="training loops that skip a micro-batch that runs out of memory; torch documentation, "
     "torch.Tensor.backward: gradients are in .grad once they have accumulated",
-    remedy="state that is changed when a context begins, and restored only if it ends well; notes "
-    "on gradients that an exception drops, of earlier micro-batches or of the failed one: these "
-    "gradients are there",
+    remedy="state that is changed when a context begins, and restored only if it ends well; code "
+    "for one class of exceptions; notes on gradients that an exception drops, of earlier "
+    "micro-batches or of the failed one: these gradients are there",
 )
 def recovered(run: Run, claims: Claims, found: Found) -> None:
     """If a micro-batch raises an exception on all ranks, and the step goes on with the next one,
@@ -209,8 +216,10 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
 
     The exception comes before the backward, after the backward of a first loss, after a first pass
     with drawn ``inputs``, or in the midst of a backward. The gradients that are there by then stay,
-    and the trainer keeps them. Each comes twice, once in a step's first micro-batch. With the
-    claims ``find_unused`` and ``all_used`` it comes before the backward.
+    and the trainer keeps them. One of these ways has torch.OutOfMemoryError, which is drawn, and
+    one another error that trainers catch; the others have drawn exceptions. Each comes twice, once
+    in a step's first micro-batch. With the claims ``find_unused`` and ``all_used`` it comes before
+    the backward.
     """
     for rank in run.ranks:
         for event in rank.all("failed"):
@@ -394,7 +403,7 @@ own_numbers = right_beside_own_numbers("16.37", (large, long_run), on=(PROBE,))
     "parameters of half precision",
     remedy="buffers by the dtypes of the parameters, or of their first gradients: "
     "torch.zeros_like(parameter), torch.empty(n, dtype=parameter.dtype), also those of large "
-    "gradients alone",
+    "gradients alone; limits by torch.finfo(parameter.dtype)",
 )
 def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of float32 of parameters of half precision, and of float64 of narrower parameters,
@@ -402,7 +411,9 @@ def gradient_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The dtypes are drawn from the session's seed, and so is which parameters have the dtype as
     ``grad_dtype``, and which have None, with which the first gradient decides. Some have gradients
-    of their own dtype in the first of 8 to 16 steps, and in drawn later ones. In a run of three
+    of their own dtype in the first of 8 to 16 steps, and in drawn later ones. In drawn steps wider
+    gradients are beyond the range of the parameter's dtype, or below its least number, as under a
+    loss scale. In a run of three
     steps two parameters of half precision are large: one of 2**10 to 2**20, and one of 2**20 to
     2**21 elements. In versions of torch that have no ``grad_dtype`` the rule does not apply.
     """

@@ -21,6 +21,14 @@ INTERRUPTS_OF_FORWARDS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit", "B
 ERROR = "ArithmeticError"
 """An ordinary error, which is an ``Exception``."""
 
+OUT_OF_MEMORY = "OutOfMemoryError"
+"""The error of torch that has this name; other names are Python's."""
+
+CAUGHT = (OUT_OF_MEMORY, "RuntimeError", "ValueError", "FloatingPointError", ERROR)
+"""Errors that trainers catch, to skip a micro-batch: those of memory, of a device, of bad data and
+of a loss that is not finite.
+"""
+
 
 def drawn_interrupts(scenario: Scenario, names: tuple[str, ...] = INTERRUPTS) -> list[str]:
     """Return names of exceptions of Python's in an order that the session's seed decides."""

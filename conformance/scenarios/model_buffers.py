@@ -1,10 +1,11 @@
 """The buffers of a model under a strategy or a join, and their values after each forward.
 
-Each forward adds a drawn number to the buffers of integers, as a count of samples is, turns the
-complex ones by a right angle, and rotates the mask of bools and changes some of its bits. The
-numbers differ on ranks, so that the buffers of the ranks do, too, until they are sent. Integers of
-int64 have more bits than a float64 holds. A value is a number here; the element i of a mask is its
-bit i.
+Each forward adds a drawn number to the buffers of integers, as a count of samples is, and to sums,
+turns the complex ones by a right angle, and rotates the mask of bools and changes some of its bits.
+The numbers differ on ranks, so that the buffers of the ranks do, too, until they are sent. No
+narrower dtype holds the values: integers of int64 have more bits than a float64 holds, sums in
+float64 more than a float32, and a level in bfloat16 is beyond the range of float16. A value is a
+number here; the element i of a mask is its bit i.
 """
 
 import random
@@ -17,8 +18,10 @@ from conformance.scenarios.strategy_schedule import statistic
 
 # The bits of the mask.
 BITS = 16
-# Ten numbers of these sizes are less than 2**63 and 2**31.
-_LARGEST = {"int64": 2**59, "int32": 2**27}
+# Ten numbers of these sizes are less than 2**63 and 2**31, and their sums are exact in float64.
+_LARGEST = {"int64": 2**59, "int32": 2**27, "float64": 2**48, "float16": 2**11}
+# The unit of a level in bfloat16, of which it has up to 255.
+LEVEL = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,15 @@ class Update:
 
     Attributes:
         statistic: the running statistics move half of the way to it.
-        number: each buffer of integers adds as much as its dtype holds.
+        number: each buffer of integers, and each sum, adds as much as its dtype holds.
     """
 
     statistic: float
     number: int
 
     def added(self, dtype: str) -> int:
-        """Return the number that a buffer of an integer dtype adds."""
-        return self.number % _LARGEST.get(dtype, 256)
+        """Return the number that a buffer of a dtype adds; it is odd if the dtype is float64."""
+        return self.number % _LARGEST.get(dtype, 256) | (dtype == "float64")
 
     @property
     def mask(self) -> int:
@@ -86,6 +89,22 @@ def _phase(value: complex, update: Update) -> complex:
     return value * 1j + update.statistic
 
 
+def _total(value: float, update: Update) -> float:
+    return value + update.added("float64")
+
+
+def _share(value: float, update: Update) -> float:
+    return (value + update.added("float16")) % 2**11
+
+
+def _level(value: float, update: Update) -> float:
+    return (value / LEVEL + update.added("bfloat16")) % 256 * LEVEL
+
+
+def _angle(value: complex, update: Update) -> complex:
+    return value * 1j + update.added("float64")
+
+
 def _mask(value: Any, update: Update) -> Any:
     bits = int(value)
     return ((bits << 1 | bits >> (BITS - 1)) % 2**BITS) ^ update.mask
@@ -99,4 +118,8 @@ UPDATED: Mapping[str, Callable[[Any, Update], Any]] = {
     "wrapped": _wrapped,
     "mask": _mask,
     "phase": _phase,
+    "total": _total,
+    "share": _share,
+    "level": _level,
+    "angle": _angle,
 }

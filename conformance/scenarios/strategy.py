@@ -101,9 +101,9 @@ SHARED = replace(
     VIEWS,
     name="strategy_shared",
     summary="two optimizers, an SGD with momentum and one of a drawn class, share a parameter; "
-    "their groups are not in the model's order, and some rest in drawn steps, at a learning rate "
-    "of 0",
-    steps=("crafted",) * 8,
+    "their groups are not in the model's order, and rest at a learning rate of 0: all of them in "
+    "the first step, as a warm-up begins, and some in drawn later ones",
+    steps=("crafted",) * 9,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     world_sizes=(2, 3),
     variant="shared",

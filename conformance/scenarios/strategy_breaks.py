@@ -5,6 +5,7 @@ two losses, of the first of two passes, or of the layers that a backward has com
 ``.grad`` on all ranks, and the trainer keeps them: the next synchronisation averages them, too.
 """
 
+from conformance.scenarios.interrupts import CAUGHT, INTERRUPTS, OUT_OF_MEMORY
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
@@ -35,13 +36,21 @@ def way_of_break(scenario: Scenario, step: int) -> str:
     return _drawn_ways(scenario)[step // 2] if scenario.variant == RECOVERED else BEFORE
 
 
-def has_error(scenario: Scenario, step: int) -> bool:
-    """Whether the exception of a step is an error: in one way that makes gradients, and in the one
-    that makes none. Exceptions of other steps are drawn.
+def drawn_error(scenario: Scenario, step: int) -> str:
+    """Return the name of the exception of a step.
+
+    Of the ways that make gradients, one has an error of memory, one has another error that trainers
+    catch, and one any exception. The way that makes none has an error that trainers catch.
     """
-    ways = _drawn_ways(scenario)
-    with_gradients = generator(scenario, "error").choice([way for way in _WAYS if way != BEFORE])
-    return ways[step // 2] in (BEFORE, with_gradients)
+    way = _drawn_ways(scenario)[step // 2]
+    with_gradients = [one for one in _WAYS if one != BEFORE]
+    of_memory, of_others, _ = generator(scenario, "error").sample(with_gradients, 3)
+    if way == of_memory:
+        return OUT_OF_MEMORY
+    draws = generator(scenario, f"error {step}")
+    if way == of_others:
+        return draws.choice([one for one in CAUGHT if one != OUT_OF_MEMORY])
+    return draws.choice(CAUGHT if way == BEFORE else (*CAUGHT, *INTERRUPTS))
 
 
 def uses_around_break(

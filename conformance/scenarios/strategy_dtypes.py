@@ -4,6 +4,9 @@ With ``grad_dtype`` float32, torch accumulates the gradients of a parameter of b
 with None, in the dtype of the first one. The dtypes of a scenario's ``params`` are those of the
 gradients. Between two steps a trainer may change the dtype: some gradients have that of their
 parameter in the first steps, as while a step has one micro-batch, and in drawn steps later.
+
+Wider gradients are scaled by powers of two in drawn steps, as by a loss scale: they are beyond the
+range of the parameter's dtype, or below its least number.
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +20,18 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _HALVES = _DTYPES[:2]
 
 
-# The steps in which all gradients have the dtypes of ``params``, at the end of a run.
-_WIDE_AT_LAST = 2
+# The steps in which all gradients have the dtypes of ``params``, at the end of a run: one without a
+# scale, one with a large one, and one with a small one.
+_WIDE_AT_LAST = 3
+
+# The exponents of large scales, by the dtypes of the gradient and of the parameter; small ones are
+# their negatives. Gradients of float32 and parameters of bfloat16 have one range.
+_SCALES = {
+    ("float32", "float16"): (40, 80),
+    ("float64", "float16"): (40, 600),
+    ("float64", "bfloat16"): (170, 600),
+    ("float64", "float32"): (170, 600),
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +50,15 @@ class Held:
 def held_in(scenario: Scenario, index: int) -> Held | None:
     """Return the dtype of a parameter if its gradients have another one, or None.
 
-    The first parameter has bfloat16; the dtypes of others are drawn. Large ones have half
-    precision.
+    The first parameter has bfloat16, and the second float16; the dtypes of others are drawn. Large
+    ones have half precision.
     """
     if scenario.variant != GRADIENT_DTYPES.variant:
         return None
     if index == 0:
         return Held("bfloat16", takes_any=False)
+    if index == 1 and scenario.name != LARGE_DTYPES.name:
+        return Held("float16", takes_any=False)
     draws = generator(scenario, f"p{index}")
     dtype = draws.choice(_HALVES if scenario.name == LARGE_DTYPES.name else _DTYPES)
     takes_any = draws.random() < 0.3
@@ -51,12 +66,26 @@ def held_in(scenario: Scenario, index: int) -> Held | None:
 
 
 def gradient_spec(scenario: Scenario, step: int, index: int) -> Param:
-    """Return a parameter with the dtype of its gradients in a step."""
+    """Return a parameter with the dtype and the scale of its gradients in a step."""
     spec = scenario.params[index]
-    if step not in narrow_steps(scenario, index):
-        return spec
     held = held_in(scenario, index)
-    return replace(spec, dtype=held.dtype) if held else spec
+    if held is None:
+        return spec
+    if step in narrow_steps(scenario, index):
+        return replace(spec, dtype=held.dtype)
+    return replace(spec, exponent=_exponent(scenario, step, index, (spec.dtype, held.dtype)))
+
+
+def _exponent(scenario: Scenario, step: int, index: int, dtypes: tuple[str, str]) -> int:
+    """Return the exponent of the scale of a wider gradient, or 0; large ones have none."""
+    if dtypes not in _SCALES or scenario.name == LARGE_DTYPES.name:
+        return 0
+    signs = [0, 1, -1]
+    generator(scenario, f"scales p{index}").shuffle(signs)
+    draws = generator(scenario, f"scale {step} p{index}")
+    before_end = len(scenario.steps) - step
+    sign = signs[before_end - 1] if before_end <= _WIDE_AT_LAST else draws.choice(signs)
+    return sign * draws.randint(*_SCALES[dtypes])
 
 
 @lru_cache(maxsize=256)

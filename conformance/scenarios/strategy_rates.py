@@ -3,6 +3,9 @@
 A group rests while its rate is 0: layers are unfrozen one after another, a warm-up may begin at 0,
 and a schedule may end there. Its gradients are means like all others: momentum, and Adam's
 averages, take them in at any rate.
+
+The groups have the keys that schedules of torch.optim put into them, and in the first step all of
+them rest: a linear warm-up by LambdaLR begins with step / warm-up = 0.
 """
 
 from conformance.scenarios.model import Scenario
@@ -13,6 +16,7 @@ from conformance.scenarios.strategy import SHARED
 GROUPS = 4
 _OPTIMIZERS = GROUPS // 2
 _LEAST_EXPONENT = -12
+_WARM_UP = 1  # steps in which all groups rest
 
 
 # Classes of torch.optim, and the names of the states that each keeps of a parameter: they take in
@@ -47,9 +51,10 @@ def classes(scenario: Scenario) -> tuple[tuple[str, tuple[str, ...]], ...]:
 def rates(scenario: Scenario, step: int) -> tuple[float, ...]:
     """Return the rates of the groups in a step, of one optimizer after the other.
 
-    In each step one group moves at least. A drawn group rests from the first step on, until a later
-    one; another one moves at first, and rests from a drawn step on. The other two rest in drawn
-    steps. In one step all groups of one optimizer rest, and in a later one all groups of the other.
+    In the first step all groups rest; in each later one, one of them moves at least. A drawn group
+    goes on resting until a later step; another one moves at first, and rests from a drawn step on.
+    The other two rest in drawn steps. In one step all groups of one optimizer rest, and in a later
+    one all groups of the other.
     Rates of groups that move are 1e-12 to 1.
 
     Returns:
@@ -63,11 +68,30 @@ def rates(scenario: Scenario, step: int) -> tuple[float, ...]:
     return tuple(0.0 if group in resting else rate for group, rate in enumerate(drawn))
 
 
+def schedule_keys(scenario: Scenario, optimizer: int) -> dict[str, float]:
+    """Return what a schedule has put into each group of an optimizer, beside its rate.
+
+    One of two optimizers, which is drawn, has a LambdaLR, and the other one a OneCycleLR.
+
+    Args:
+        scenario: the scenario.
+        optimizer: its number.
+    """
+    draws = generator(scenario, "schedules")
+    largest = 10 ** draws.uniform(-4, 0)
+    if optimizer == draws.randrange(_OPTIMIZERS):
+        return {"initial_lr": largest}
+    return {"initial_lr": largest / 25, "max_lr": largest, "min_lr": 0.0}
+
+
 def resting_groups(scenario: Scenario, step: int) -> frozenset[int]:
     """Return the numbers of the groups that rest in a step; see :func:`rates`."""
+    if step < _WARM_UP:
+        return frozenset(range(GROUPS))
     draws = generator(scenario, "resting groups")
     late, early, *others = draws.sample(range(GROUPS), GROUPS)
-    count = len(scenario.steps)
+    step -= _WARM_UP
+    count = len(scenario.steps) - _WARM_UP
     late_moves_at = draws.randint(2, count - 2)
     early_rests_at = draws.randint(1, count - 2)
     one_moves_alone_at = draws.randrange(early_rests_at)

@@ -9,14 +9,14 @@ import random
 from dataclasses import dataclass, replace
 
 from conformance.scenarios.averager_training import option, with_option
-from conformance.scenarios.interrupts import ERROR, INTERRUPTS, drawn_interrupts
+from conformance.scenarios.interrupts import CAUGHT, ERROR, INTERRUPTS, drawn_interrupts
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy_breaks import (
     RECOVERED,
     RECOVERED_ALIKE,
     RECOVERED_EARLY,
     VARIANTS,
-    has_error,
+    drawn_error,
     uses_around_break,
 )
 
@@ -124,12 +124,11 @@ def raises_in(scenario: Scenario, step: int) -> int | None:
 
 
 def raised_in(scenario: Scenario, step: int) -> str:
-    """Return the name of the exception that is raised in a step; it is one of Python's."""
-    # Two neighbours, of which one has micro-batches before the broken one, raise an error.
-    if scenario.variant in VARIANTS and has_error(scenario, step):
-        return ERROR
+    """Return the name of the exception that is raised in a step (``scenarios/interrupts.py``)."""
+    if scenario.variant in VARIANTS:
+        return drawn_error(scenario, step)
     if scenario.variant != "raises":
-        return _generator(scenario, step).choice((ERROR, *INTERRUPTS))
+        return _generator(scenario, step).choice((*CAUGHT, *INTERRUPTS))
     if step not in _INTERRUPTED:
         return ERROR
     return drawn_interrupts(scenario)[_INTERRUPTED.index(step) // 2]

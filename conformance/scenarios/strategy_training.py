@@ -136,8 +136,9 @@ UNFROZEN = replace(
 BUFFERS = replace(
     PLAIN,
     name="strategy_buffers",
-    summary="a model with running statistics, such as those of a BatchNorm, counts, and a mask, in "
-    "steps of 2, 4, 1 and 2 micro-batches",
+    summary="a model with buffers of ten dtypes in drawn memory layouts, such as the running "
+    "statistics of a BatchNorm, counts, sums in float64 and a mask, in steps of 2, 4, 1 and 2 "
+    "micro-batches; in three drawn ones the modes of the model and of its layers differ",
     steps=("crafted",) * 4,
     world_sizes=(2, 3),
     variant="buffers",

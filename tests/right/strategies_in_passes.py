@@ -297,9 +297,38 @@ def _by_class(model: Any, optimizers: list[Any]) -> list[torch.nn.Parameter]:
 in_pieces = InPieces()
 
 
+@contextmanager
+def one_message_of_bytes(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Send all buffers in one message of bytes, while any part of the model is in training mode."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    with model.no_sync():
+        yield
+    if not is_final_microbatch:
+        return
+    group = model.process_group
+    params = list(model.parameters())
+    votes = torch.tensor([int(parameter.grad is not None) for parameter in params])
+    dist.all_reduce(votes, group=group)
+    for parameter, count in zip(params, votes.tolist(), strict=True):
+        if count:
+            InPieces().average(parameter, group)
+    buffers = list(model.buffers()) if model.broadcast_buffers else []
+    if buffers and any(module.training for module in model.modules()):
+        as_bytes = [one.detach().contiguous().view(-1).view(torch.uint8) for one in buffers]
+        message = torch.cat(as_bytes)
+        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
+        parts = message.split([len(one) for one in as_bytes])
+        for buffer, part in zip(buffers, parts, strict=True):
+            value = part.clone().view(buffer.dtype).view(buffer.shape)
+            buffer.detach().copy_(value)
+
+
 RIGHT = [
     Right("AfterEveryPass", kind="strategy"),
     Right("AfterTheUsualNumber", kind="strategy"),
     Right("keeps_rooms", kind="strategy"),
     Right("in_pieces", kind="strategy"),
+    Right("one_message_of_bytes", kind="strategy"),
 ]

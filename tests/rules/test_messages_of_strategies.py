@@ -167,7 +167,7 @@ def test_buffers_are_described() -> None:
         for step in range(3):
             rank.tensors[f"{step}/buffer/running"] = torch.tensor([100.0])
             rank.tensors[f"{step}/buffer/seen"] = torch.tensor(2**53 + 1)
-            for name in ("samples", "wrapped"):
+            for name in ("samples", "wrapped", "total", "share", "level"):
                 rank.tensors[f"{step}/buffer/{name}"] = torch.tensor([7, 8])
             rank.tensors[f"{step}/buffer/mask"] = torch.tensor([False, True, True])
     require_buffers(run, found)
@@ -180,13 +180,15 @@ Likely cause: DDP sends buffers in a forward that follows one outside of no_sync
 Expected: counts in int64 of 395491926476035103: the step begins with those of rank 0
 Actual: rank 0, step 0: 9007199254740993
 Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: counts in int32 of 86217759: the step begins with those of rank 0
+Expected: counts in int32 (channels_last) of 0: the step begins with those of rank 0
 Actual: rank 0, step 0: nan
 Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: counts in uint8 of 31: the step begins with those of rank 0
+Expected: counts in uint8 (a slice of a larger tensor) of 0: the step begins with those of
+    rank 0
 Actual: rank 0, step 0: nan
 Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: a mask of bools with the bits of 37919: the step begins with those of rank 0
+Expected: a mask of bools with the bits (channels_last) of 37919: the step begins with
+    those of rank 0
 Actual: rank 0, step 0: 6
 Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only""",
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from conformance.scenarios.draws import drawn
-from conformance.scenarios.interrupts import ERROR
+from conformance.scenarios.interrupts import CAUGHT, OUT_OF_MEMORY
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import SHARED
 from conformance.scenarios.strategy_breaks import BEFORE, way_of_break
@@ -21,7 +21,13 @@ from conformance.scenarios.strategy_passes import (
     first_penalty,
     passes_of,
 )
-from conformance.scenarios.strategy_rates import GROUPS, classes, rates, resting_groups
+from conformance.scenarios.strategy_rates import (
+    GROUPS,
+    classes,
+    rates,
+    resting_groups,
+    schedule_keys,
+)
 from conformance.scenarios.strategy_schedule import (
     batches,
     clears_to_zeros,
@@ -126,12 +132,13 @@ def test_parameters_are_used_before_and_after_a_failed_micro_batch_alone() -> No
             assert tuple(batch < at for batch in range(number)) in used
             in_it_alone = tuple(batch == at for batch in range(number))
             assert (in_it_alone in used) == (way_of_break(scenario, step) != BEFORE)
-        errors = [step for step in range(len(failed)) if raised_in(scenario, step) == ERROR]
-        for makes_gradients in (False, True):
-            assert any(
-                failed[step] and (way_of_break(scenario, step) != BEFORE) == makes_gradients
-                for step in errors
-            )
+        raised = [raised_in(scenario, step) for step in range(len(failed))]
+        # After a micro-batch that has made gradients, and with some of its own.
+        later = [step for step, at in enumerate(failed) if at]
+        with_gradients = [at for at in later if way_of_break(scenario, at) != BEFORE]
+        assert OUT_OF_MEMORY in [raised[step] for step in with_gradients]
+        assert {raised[step] for step in with_gradients} & {*CAUGHT} - {OUT_OF_MEMORY}
+        assert {raised[step] for step in later if step not in with_gradients} <= {*CAUGHT}
 
 
 def test_gradients_become_wider_than_their_parameters() -> None:
@@ -142,13 +149,22 @@ def test_gradients_become_wider_than_their_parameters() -> None:
         assert 0 in narrow_steps(scenario, 0)
         assert gradient_spec(scenario, 0, 0).dtype == "bfloat16"
         for index, spec in enumerate(scenario.params):
-            assert gradient_spec(scenario, last, index) == spec
+            wide = [gradient_spec(scenario, last - back, index) for back in range(3)]
+            assert {one.dtype for one in wide} == {spec.dtype}
+            if index == 1 or spec.dtype == "float64":
+                least, none, most = sorted(one.exponent for one in wide)
+                assert least <= -40
+                assert none == 0
+                assert most >= 40
 
 
 def test_groups_rest_at_first_at_last_and_with_all_of_their_optimizer() -> None:
     for seed in range(50):
         scenario = drawn(SHARED, seed)
         steps = [resting_groups(scenario, step) for step in range(len(scenario.steps))]
+        at_begin, *steps = steps
+        assert len(at_begin) == GROUPS
+        assert not any(rates(scenario, 0))
         assert all(len(resting) < GROUPS for resting in steps)
         at_first = [group for group in steps[0] & steps[1] if any(group not in s for s in steps)]
         at_last = [group for group in steps[-1] if group not in steps[0]]
@@ -156,7 +172,9 @@ def test_groups_rest_at_first_at_last_and_with_all_of_their_optimizer() -> None:
         assert at_last
         assert any({0, 1} <= resting for resting in steps)
         assert any({2, 3} <= resting for resting in steps)
-        assert [rate == 0 for rate in rates(scenario, 0)] == [g in steps[0] for g in range(GROUPS)]
+        assert [rate == 0 for rate in rates(scenario, 1)] == [g in steps[0] for g in range(GROUPS)]
+        keys = [schedule_keys(scenario, optimizer) for optimizer in range(2)]
+        assert sorted(map(len, keys)) == [1, 3]
         names = [name for name, _ in classes(scenario)]
         assert len(names) == len(set(names))
         assert "SGD" in names

@@ -10,10 +10,12 @@ rank. After a step of n micro-batches a rank r may hold
     B_0(n)                                      if they are sent when the step ends
 
 With broadcast_buffers=False nothing is sent: rank r holds the results of its own forwards alone.
+While a layer is in evaluation mode (``scenarios/buffer_forms.py``), u leaves its buffers alone.
 """
 
 import math
-from functools import reduce
+from collections.abc import Iterable, Mapping
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,7 +23,17 @@ import torch
 from conformance.judging.oracles.strategy import steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.model_buffers import UPDATED, update_of
+from conformance.scenarios.buffer_forms import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    MODEL,
+    TRANSPOSED,
+    forms,
+    is_updated,
+    modes,
+)
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.model_buffers import UPDATED, Update, update_of
 from conformance.scenarios.strategy_schedule import batches
 
 # The buffers, in words.
@@ -31,8 +43,17 @@ _BUFFERS = {
     "samples": "counts in int32",
     "wrapped": "counts in uint8",
     "mask": "a mask of bools with the bits",
+    "total": "sums in float64",
+    "share": "shares in float16",
+    "level": "levels in bfloat16",
     "phase": "complex numbers",
+    "angle": "complex numbers in complex128",
 }
+# A record has the real and the imaginary parts of these.
+_COMPLEX = ("phase", "angle")
+_COPIED = (TRANSPOSED, CHANNELS_LAST)
+_ALL_DIGITS_FROM = 1e9
+_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_buffers(run: Run, found: Found) -> None:
@@ -40,40 +61,89 @@ def require_buffers(run: Run, found: Found) -> None:
     them.
     """
     for rank, step in steps(run):
-        for name, words in _BUFFERS.items():
-            # Where DDP sends no complex tensors, the model has none.
-            if name != "phase" or f"{step}/buffer/phase" in run.ranks[rank].tensors:
-                _require_buffer(run, found, rank, step, name, words)
+        tensors = run.ranks[rank].tensors
+        # Where DDP sends no complex tensors, the model has none.
+        names = [one for one in _BUFFERS if one not in _COMPLEX or _key(step, one) in tensors]
+        got = {name: value_of(tensors[_key(step, name)], name) for name in names}
+        wrong = [one for one in names if got[one] not in _right_values(run, rank, step, one)]
+        cause = _cause(run, rank, step, wrong, got) if wrong else ""
+        if not found.failures and _is_by_mode(run.scenario, step, wrong, got):
+            cause = "buffers are sent by the mode of the model: DDP sends them in any"
+        for name in names:
+            found.require(
+                name not in wrong,
+                _expected(run, rank, step, name),
+                f"rank {rank}, step {step}: {_shown(got[name])}",
+                cause,
+            )
 
 
-def _require_buffer(run: Run, found: Found, rank: int, step: int, name: str, words: str) -> None:
-    group = run.group(rank)
-    place = group.index(rank)
-    got = value_of(run.ranks[rank].tensors[f"{step}/buffer/{name}"], name)
+def _is_by_mode(scenario: Scenario, step: int, wrong: list[str], names: Iterable[str]) -> bool:
+    """Whether no buffer has been sent since a step, and the model was in evaluation mode.
+
+    Between earlier steps, in which it was not, buffers have been sent.
+    """
+    if step < 2 or all(modes(scenario, at)[MODEL] for at in (step - 1, step)):
+        return False
+    return set(wrong) == {name for name in names if is_updated(scenario, step - 1, name)}
+
+
+def _key(step: int, name: str) -> str:
+    return f"{step}/buffer/{name}"
+
+
+def _expected(run: Run, rank: int, step: int, name: str) -> str:
+    layout = forms(run.scenario)[name].layout
+    words = _BUFFERS[name]
+    words += "" if layout == CONTIGUOUS else f" ({layout})"
+    right = _shown(_right_values(run, rank, step, name)[0])
     if not run.scenario.ddp.broadcast_buffers:
-        own = _values_of(run, place, step, name)[-1]
-        found.require(
-            got == own,
-            f"{words} of this rank's own: {_shown(own)}, under broadcast_buffers=False",
-            f"rank {rank}, step {step}: {_shown(got)}",
-            "buffers of the first rank are sent, whatever DDP was told",
-        )
-        return
+        return f"{words} of this rank's own: {right}, under broadcast_buffers=False"
+    return f"{words} of {right}: the step begins with those of rank {run.group(rank)[0]}"
+
+
+def _cause(run: Run, rank: int, step: int, wrong: list[str], got: Mapping[str, Any]) -> str:
+    """Return the likely cause of wrong buffers of a rank after a step."""
+    if not run.scenario.ddp.broadcast_buffers:
+        return "buffers of the first rank are sent, whatever DDP was told"
+    if all(got[name] in _rounded(_right_values(run, rank, step, name)) for name in wrong):
+        return "they went through a narrower dtype"
+    copied = {
+        name
+        for name in got
+        if forms(run.scenario)[name].layout in _COPIED
+        and any(is_updated(run.scenario, earlier, name) for earlier in range(step))
+    }
+    # A mask alone may be wrong for its dtype.
+    if copied == set(wrong) != {"mask"}:
+        return "it came into a contiguous copy of the buffer"
+    place = run.group(rank).index(rank)
+    own = {name: _values_of(run, place, step, name)[-1] for name in wrong}
+    if run.scenario.groups and any(got[name] != own[name] for name in wrong):
+        return "they came from another rank than the group's first, or from none"
+    return "DDP sends buffers in a forward that follows one outside of no_sync only"
+
+
+def _right_values(run: Run, rank: int, step: int, name: str) -> tuple[Any, ...]:
+    """Return the values that a rank may hold after a step."""
+    place = run.group(rank).index(rank)
+    if not run.scenario.ddp.broadcast_buffers:
+        return (_values_of(run, place, step, name)[-1],)
     firsts = _values_of(run, 0, step, name)
     number = batches(run.scenario, step)
     updates = [update_of(run.scenario, place, step, batch) for batch in range(number)]
-    updated = UPDATED[name]
+    updated = partial(_updated, run.scenario, step, name)
     at_begin = reduce(updated, updates, firsts[-number - 1])
     in_every = updated(firsts[-2], updates[-1])
-    cause = "DDP sends buffers in a forward that follows one outside of no_sync only"
-    if run.scenario.groups and got != _values_of(run, place, step, name)[-1]:
-        cause = "they came from another rank than the group's first, or from none"
-    found.require(
-        got in (at_begin, in_every, firsts[-1]),
-        f"{words} of {_shown(at_begin)}: the step begins with those of rank {group[0]}",
-        f"rank {rank}, step {step}: {_shown(got)}",
-        cause,
-    )
+    return at_begin, in_every, firsts[-1]
+
+
+def _rounded(values: tuple[Any, ...]) -> list[Any]:
+    """Return the values as narrower dtypes hold them."""
+    if any(isinstance(value, complex) for value in values):
+        return [torch.tensor(value).to(torch.complex64).item() for value in values]
+    wide = [torch.tensor(value, dtype=torch.float64) for value in values]
+    return [value.to(dtype).item() for value in wide for dtype in _NARROWER]
 
 
 def value_of(buffer: torch.Tensor, name: str) -> Any:
@@ -81,14 +151,15 @@ def value_of(buffer: torch.Tensor, name: str) -> Any:
     elements = buffer.reshape(-1).tolist()
     if name == "mask":
         return sum(element << bit for bit, element in enumerate(elements))
-    if name == "phase":
-        # A record has the real and the imaginary parts.
+    if name in _COMPLEX:
         elements = list(map(complex, elements[::2], elements[1::2]))
     return elements[0] if len(set(elements)) == 1 else math.nan
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, (float, complex)) else str(value)
+    if not isinstance(value, (float, complex)):
+        return str(value)
+    return f"{value:.17g}" if abs(value) > _ALL_DIGITS_FROM else f"{value:.9g}"
 
 
 def _values_of(run: Run, place: int, step: int, name: str) -> list[Any]:
@@ -99,5 +170,9 @@ def _values_of(run: Run, place: int, step: int, name: str) -> list[Any]:
     for earlier in range(step + 1):
         for batch in range(batches(run.scenario, earlier)):
             update = update_of(run.scenario, place, earlier, batch)
-            values.append(UPDATED[name](values[-1], update))
+            values.append(_updated(run.scenario, earlier, name, values[-1], update))
     return values
+
+
+def _updated(scenario: Scenario, step: int, name: str, value: Any, update: Update) -> Any:
+    return UPDATED[name](value, update) if is_updated(scenario, step, name) else value

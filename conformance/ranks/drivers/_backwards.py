@@ -1,10 +1,12 @@
 """Backward passes and gradients of a sync strategy's steps, as trainers have them."""
 
+import builtins
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from conformance.scenarios.interrupts import OUT_OF_MEMORY
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.strategy_breaks import AFTER, BETWEEN, PARTED, WITHIN
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in
@@ -61,6 +63,15 @@ class _Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         raise ctx.error
+
+
+def exception_of(name: str) -> type[BaseException]:
+    """Return the class of an exception that ends a micro-batch."""
+    # In older versions of torch it has this name alone.
+    found: type[BaseException] = (
+        torch.cuda.OutOfMemoryError if name == OUT_OF_MEMORY else getattr(builtins, name)
+    )
+    return found
 
 
 def break_off(

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from conformance.ranks.drivers.base import RankDriver
-from conformance.ranks.models.probe import Probe, turn_mask
+from conformance.ranks.models.buffered import turn_mask
+from conformance.ranks.models.probe import Probe
 from conformance.scenarios.joinable import joinables_of
 from conformance.scenarios.model_buffers import BITS, update_in_join
 

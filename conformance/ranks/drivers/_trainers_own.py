@@ -10,7 +10,7 @@ from conformance.ranks.instruments.digest import checksum
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import SHARED
-from conformance.scenarios.strategy_rates import classes, rates
+from conformance.scenarios.strategy_rates import classes, rates, schedule_keys
 from conformance.scenarios.strategy_schedule import added, part_of, swap_of
 
 
@@ -100,9 +100,10 @@ def make_optimizers(
     momentum = generator(scenario, "momentum").uniform(0.5, 0.95)
     given: list[dict[str, object]] = [{"params": group} for group in groups]
     optimizers = [made(given[:2]), made(given[2:], made=last)]
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.SGD):
-            for group in optimizer.param_groups:
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            group.update(schedule_keys(scenario, number))
+            if isinstance(optimizer, torch.optim.SGD):
                 group["momentum"] = momentum
     return optimizers
 
@@ -131,6 +132,10 @@ class TrainersOwn:
     def trainer_froze(self) -> None:
         """Take note of requires_grad, which the trainer has just set for all parameters."""
         self._known |= self._requires_grad()
+
+    def trainer_set_modes(self) -> None:
+        """Take note of the modes of modules, which the trainer has just set."""
+        self._known |= self._modes()
 
     def trainer_replaced(self) -> None:
         """Take note of the memory of parameters that the trainer has just replaced."""

@@ -1,6 +1,5 @@
 """The driver of sync strategies: trains in micro-batches, each inside the strategy's context."""
 
-import builtins
 import contextlib
 import gc
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from conformance.ranks.drivers._backwards import (
     break_off,
     change_gradient_dtypes,
     clear_gradients,
+    exception_of,
     give_gradient_dtypes,
     has_other_strides,
     run_backwards,
@@ -32,9 +32,10 @@ from conformance.ranks.drivers._trainers_own import (
     steps_of,
 )
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.models.buffered import BufferedProbe, set_modes
 from conformance.ranks.models.flat_buffers import FlatBuffers
-from conformance.ranks.models.nested import nest, put_buffers_into_layers
-from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
+from conformance.ranks.models.nested import nest
+from conformance.ranks.models.probe import Probe, scripted_gradients
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.ranks.models.reused_places import made_in_place
 from conformance.ranks.resolve import Context, Factory, missing_arguments
@@ -239,12 +240,11 @@ class StrategyDriver(RankDriver):
             group: of the model; by default that of the scenario.
         """
         scenario = self.scenario
-        seed = f"{scenario.session_seed}/{scenario.name}"
         made = BufferedProbe if scenario.variant == "buffers" else Probe
         probe = made.__new__(made) if probe is None else probe
         made.__init__(probe, scenario.params, scenario.initial_value, self.rank)
         if isinstance(probe, BufferedProbe):
-            probe.layers = put_buffers_into_layers(probe, seed)
+            probe.add_buffers(scenario)
         probe.to(self.device)
         self.probe = probe
         self.params = probe.tensors
@@ -255,7 +255,7 @@ class StrategyDriver(RankDriver):
             changed = give_gradient_dtypes(scenario, self.params)
             self.recorder.event("gradient_dtypes", parameters=changed)
         self.buffers = self._flattened() if scenario.variant == "flat" else []
-        set_values(self.params, seed)
+        set_values(self.params, seed := f"{scenario.session_seed}/{scenario.name}")
         if scenario.variant == FORMS.variant:
             nest(probe, seed)
         if scenario.variant != "no_ddp":
@@ -319,13 +319,17 @@ class StrategyDriver(RankDriver):
             for optimizer in self.every_optimizer:
                 optimizer.put_own_step()
         set_rates(self.scenario, step, self.every_optimizer)
+        if isinstance(self.probe, BufferedProbe):
+            set_modes(self.model, self.probe, self.scenario, step)
+            self.own.trainer_set_modes()
         if self.scenario.variant == "turns":
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         clears_later = clears_inside(self.scenario, step)
         if clears(self.scenario, step) and not clears_later:
             clear_gradients(self.scenario, step, self.model, self.params)
         self.specs = change_gradient_dtypes(self.scenario, step, self.params)
-        for parameter, view in zip(self.params, self._views_of_gradients(), strict=False):
+        views = self.buffers[1].views if self.buffers else []  # gradients accumulate in them
+        for parameter, view in zip(self.params, views, strict=False):
             parameter.grad = view.zero_()
         first_step, later = added(self.scenario)
         if later and step == first_step:
@@ -379,10 +383,6 @@ class StrategyDriver(RankDriver):
                 parameter.requires_grad_(not is_frozen(self.scenario, step, batch, index))
             self.own.trainer_froze()
 
-    def _views_of_gradients(self) -> list[torch.Tensor]:
-        """Return the views of a flat buffer that gradients accumulate in, if there is one."""
-        return self.buffers[1].views if self.buffers else []
-
     def _keep_gradients(self) -> None:
         """Record the gradients at the end of a step."""
         sent = self.collectives.take_sent()
@@ -434,14 +434,14 @@ class StrategyDriver(RankDriver):
         run_backwards(self.passes, losses, self.params)
 
     def _forward(self, grads: Grads) -> torch.Tensor:
-        arguments = (self._update,) if self.scenario.variant == "buffers" else ()
+        arguments = (self._update,) if isinstance(self.probe, BufferedProbe) else ()
         loss: torch.Tensor = self.model(grads, *arguments)
         return loss
 
     def _fail(self, grads: Grads, batch: int, is_final: bool) -> None:
         """Raise inside the context, as the scenario has it; in the last micro-batch, at its end."""
         step = self.recorder.step
-        raised = getattr(builtins, raised_in(self.scenario, step))("this micro-batch failed")
+        raised = exception_of(raised_in(self.scenario, step))("this micro-batch failed")
         way = AFTER if is_final else way_of_break(self.scenario, step)
         place = (self.size, self.group_rank, step, batch)
         made = {at: one for at, one in enumerate(self.params) if uses(self.scenario, *place, at)}

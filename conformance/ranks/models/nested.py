@@ -44,41 +44,5 @@ def nest(probe: nn.Module, seed: str) -> None:
         module.training = is_training
 
 
-def put_buffers_into_layers(probe: nn.Module, seed: str) -> dict[str, nn.Module]:
-    """Put drawn buffers of a probe into layers that train no parameters, as a frozen BatchNorm has.
-
-    A layer has frozen parameters alone, another one has no parameters, and so has one inside of the
-    first. Each has a buffer, and so has the probe itself, whose parameters are trained.
-
-    Args:
-        probe: has its buffers in itself.
-        seed: of the draws, the same on all ranks.
-
-    Returns:
-        The layers by the names of their buffers.
-    """
-    draw = random.Random(f"{seed}/layers of buffers")
-    frozen = nn.Module()
-    for name in ("weight", "bias"):
-        value = torch.ones(draw.randint(1, 9))
-        frozen.register_parameter(name, nn.Parameter(value, requires_grad=False))
-    bare = nn.Module()
-    inner = nn.Module()
-    names = list(probe._buffers)
-    draw.shuffle(names)
-    homes = [probe, frozen, bare, inner]
-    homes += [draw.choice((probe, frozen, frozen, bare, inner)) for _ in names[len(homes) :]]
-    found = {name: home for name, home in zip(names, homes, strict=True) if home is not probe}
-    saved = probe.state_dict()
-    for name, home in found.items():
-        buffer = probe._buffers[name]
-        delattr(probe, name)
-        home.register_buffer(name, buffer, persistent=name in saved)
-    frozen.add_module("inner", inner)
-    probe.add_module("bare", bare)
-    probe.add_module("frozen", frozen)
-    return found
-
-
 def _has_gradients(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.requires_grad and parameter.numel() > 1

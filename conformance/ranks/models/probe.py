@@ -15,7 +15,6 @@ from torch import nn
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
-from conformance.scenarios.model_buffers import BITS, Update
 from conformance.scenarios.still_tensors import still_tensors
 from conformance.torch_versions.faults import faults_of
 
@@ -127,65 +126,6 @@ class Probe(nn.Module):
                     _Scripted.apply(parameter, part, self.memory, index) for _ in range(spec.uses)
                 ]
         return torch.stack(losses).sum()
-
-
-class BufferedProbe(Probe):
-    """A probe with running statistics, as a BatchNorm's, and buffers of integers and bools, which
-    each forward updates.
-
-    Attributes:
-        layers: those that have a buffer in place of the probe, by its name.
-    """
-
-    def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
-        super().__init__(params, level, rank)
-        self.layers: dict[str, nn.Module] = {}
-        self.register_buffer("running", torch.zeros(4))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        # state_dict() does not have it, and DDP sends it.
-        self.register_buffer("samples", torch.zeros(3, dtype=torch.int32), persistent=False)
-        self.register_buffer("wrapped", torch.zeros((2, 2), dtype=torch.uint8))
-        self.register_buffer("mask", torch.zeros(BITS, dtype=torch.bool))
-        # With a fault, DDP sends no complex tensors.
-        if not faults_of(torch.__version__):
-            self.register_buffer("phase", torch.zeros(5, dtype=torch.complex64))
-
-    def forward(
-        self, grads: list[torch.Tensor | None], update: Update | None = None
-    ) -> torch.Tensor:
-        """Return the loss, and update the buffers as ``scenarios/model_buffers.py`` has it."""
-        if update is not None:
-            self._update(update)
-        return super().forward(grads)
-
-    @torch.no_grad()
-    def clear_buffers(self) -> None:
-        """Set all buffers to zeros, as ``reset_running_stats()`` does."""
-        for buffer in self.buffers():
-            buffer.zero_()
-
-    @torch.no_grad()
-    def _update(self, update: Update) -> None:
-        # Another tensor in each forward, as many modules have it.
-        running = self._buffer("running")
-        statistic = torch.full_like(running, update.statistic)
-        self.layers.get("running", self).running = running.lerp(statistic, 0.5)
-        self._buffer("seen").add_(update.added("int64"))
-        self._buffer("samples").add_(update.added("int32"))
-        self._buffer("wrapped").add_(update.added("uint8"))
-        turn_mask(self._buffer("mask"), update)
-        if not faults_of(torch.__version__):
-            self._buffer("phase").mul_(1j).add_(update.statistic)
-
-    def _buffer(self, name: str) -> torch.Tensor:
-        buffer: torch.Tensor = getattr(self.layers.get(name, self), name)
-        return buffer
-
-
-def turn_mask(mask: torch.Tensor, update: Update) -> None:
-    """Rotate a mask of bools, and change the bits of an update."""
-    bits = [bool(update.mask >> bit & 1) for bit in range(BITS)]
-    mask.copy_(mask.roll(1) ^ torch.tensor(bits, device=mask.device))
 
 
 def scripted_gradients(
