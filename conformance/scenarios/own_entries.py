@@ -37,7 +37,7 @@ def with_entries(plan: Setting, scenario: Scenario) -> Setting:
     entries = [
         {name: _value(draw, kinds.pop()) for name in draw.sample(names, 3)} for _ in range(count)
     ]
-    group = draw.randrange(count - 1 if plan.added >= 0 else count)
+    group = draw.randrange(plan.groups_at(-1))
     restored, saved = plan.back
     kind = draw.randrange(_KINDS)
     last = max(saved, plan.saves_at - 1)
@@ -88,5 +88,4 @@ def entries_at(plan: Setting, step: int) -> list[Mapping[str, Any]]:
             of_groups[group].update(written)
         if earlier == saved_after:
             saved = [dict(entries) for entries in of_groups]
-    has_all = plan.added < 0 or step >= plan.added
-    return list(of_groups if has_all else of_groups[:-1])
+    return list(of_groups[: plan.groups_at(step)])
