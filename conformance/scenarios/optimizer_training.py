@@ -39,6 +39,7 @@ from conformance.scenarios.optimizer_states import (
     tensor_rates,
     users,
 )
+from conformance.scenarios.optimizer_wide_gradients import WIDE, setting_of_wide
 from conformance.scenarios.own_entries import with_entries
 from conformance.scenarios.seeds import generator, shared_generator
 
@@ -203,7 +204,7 @@ _RANDOM = (
     RESTORED_OPTIONS.variant,
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
     *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
-    ACCUMULATED_BFLOAT16.variant,
+    *(ACCUMULATED_BFLOAT16.variant, WIDE.variant),
 )
 
 
@@ -302,6 +303,8 @@ def _plan_of(scenario: Scenario) -> Setting:
             return repeated(scenario)
         case ACCUMULATED_BFLOAT16.variant:
             return Setting(options=setting_in_half(scenario))
+        case WIDE.variant:
+            return setting_of_wide(scenario)
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":

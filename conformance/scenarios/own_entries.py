@@ -47,11 +47,12 @@ def with_entries(plan: Setting, scenario: Scenario) -> Setting:
     if restored >= 0:
         # This value is gone when the earlier state is restored.
         written[draw.randint(saved + 1, restored - 1)] = {group: {written_name: _value(draw, kind)}}
+    has_others = [draw.random() < 0.5 for _ in entries]
+    # One group at least of those that are loaded has other values: these must not stay.
+    has_others[draw.randrange(plan.groups_at(plan.saves_at - 1))] = True
     new = [
-        {name: _value(draw, draw.randrange(_KINDS)) for name in of_group}
-        if draw.random() < 0.5
-        else {}
-        for of_group in entries
+        {name: _value(draw, draw.randrange(_KINDS)) for name in of_group} if has else {}
+        for has, of_group in zip(has_others, entries, strict=True)
     ]
     return replace(plan, entries=tuple(entries), new_entries=tuple(new), written_entries=written)
 

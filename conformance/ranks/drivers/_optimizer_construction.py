@@ -10,6 +10,7 @@ import torch
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._optimizer_backwards import give_gradient_dtypes
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.optimizer import Setting
@@ -73,6 +74,9 @@ class Construction:
         Raises:
             TargetError: the signature takes no optimizer, or what it returns is none.
         """
+        # The optimizer may register hooks on gradients, which have their dtypes by then.
+        if not give_gradient_dtypes(self._driver.scenario, self._params):
+            self._driver.recorder.event("no_gradient_dtypes")
         options = self._as_given(self._setting.options)
         name = self._wrapped
         inner = UserOptimizer if name == USER_OPTIMIZER else getattr(torch.optim, name)
