@@ -82,8 +82,8 @@ EARLY = replace(
     ACCUMULATED,
     name="optimizer_synchronized_early",
     summary="synchronize() averages gradients, if the optimizer has it; one more backward adds to "
-    "some of them, and in some steps brings the first ones of others; step() averages all, or "
-    "synchronize() does so again, as drawn",
+    "some, and in some steps brings the first gradients of other parameters; step() averages all, "
+    "or synchronize() does so again, as drawn",
     steps=("crafted",) * 6,
     variant="synchronized_early",
 )

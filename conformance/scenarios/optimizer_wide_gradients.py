@@ -89,7 +89,7 @@ def factor_and_shift(
 
 @lru_cache(maxsize=64)
 def _exponents(scenario: Scenario) -> tuple[int, ...]:
-    """Return the exponents of all steps: three of them 0, two large and two tiny ones."""
+    """Return the exponents of all steps: three zeros, two large and two tiny ones."""
     draw = generator(scenario, "exponents")
     exponents = [0] * 3 + [draw.randint(*range_) for range_ in (_LARGE, _LARGE, _TINY, _TINY)]
     draw.shuffle(exponents)
