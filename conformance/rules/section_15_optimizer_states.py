@@ -64,7 +64,8 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     "replaces all of them; states of parameters that have none in the loaded state are gone; "
     "load_state_dict of torch.optim.Optimizer rounds a state in float32 to the dtype of its "
     "parameter: put the loaded values back in their own dtype; copies of parameters in float32 "
-    "that are made in the first step: make them in load_state_dict, too",
+    "that are made in the first step: make them in load_state_dict, too; lists of groups or "
+    "parameters that a load makes, and that a later add_param_group does not reach",
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
@@ -74,10 +75,11 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     is drawn. The steps that are saved and restored are drawn from the session's seed then, and the
     restored rates count in the first step. So do all other options of each group, of SGD and of
     Adam or AdamW, which have been rewritten since the state was saved: a trainer that goes back to
-    a good state goes back to its options, too. The user's own entries in parameter groups are
-    restored as well. A state from the beginning, or from before some parameters were trained,
-    leaves these without a state. Subjects with consolidate_state_dict() are not judged by that:
-    torch's keeps such states.
+    a good state goes back to its options, too. A group that is added after a load, before a drawn
+    step, is stepped and averaged with the others, and has the options that are written to it. The
+    user's own entries in parameter groups are restored as well. A state from the beginning, or from
+    before some parameters were trained, leaves these without a state. Subjects with
+    consolidate_state_dict() are not judged by that: torch's keeps such states.
 
     In models of bfloat16 and of float16, steps that are repeated from the restored state give the
     same bits as before: a state in float32 goes on as if it had not been saved, and so do copies of

@@ -6,7 +6,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_backwards import ALL as BACKWARDS
-from conformance.scenarios.optimizer_backwards import ASSIGNED
+from conformance.scenarios.optimizer_backwards import ASSIGNED, EARLY
 from conformance.scenarios.optimizer_loops import (
     RENEWED,
     WRITTEN,
@@ -21,6 +21,14 @@ NOT_RENEWED = (
     "nor gradients, or its param_groups do not hold the parameters themselves"
 )
 
+NOT_SYNCHRONIZED = (
+    "a backward after synchronize() is not judged: it has not both synchronize() and "
+    "skip_synchronize()"
+)
+NO_GRADIENT_DTYPES = (
+    "gradients of another dtype than their parameters are not judged: this torch has no "
+    "torch.Tensor.grad_dtype"
+)
 IN_BACKWARD = (
     "gradients that no backward has accumulated are not judged: it averages or changes gradients "
     "before step()"
@@ -74,8 +82,9 @@ def written(run: Run, claims: Claims, found: Found) -> None:
     since="2.0",
     source="torch documentation, torch.autograd.backward, which accumulates gradients in leaves, "
     "Optimizer.zero_grad, Module.zero_grad and torch.nn.utils.clip_grad_norm_; Horovod's "
-    "backward_passes_per_step and synchronize(); torch.autograd.grad, whose results PCGrad and MAML"
-    " write; embeddings of which new rows alone are trained",
+    "backward_passes_per_step and synchronize(), whose step() averages again unless it is within "
+    "skip_synchronize(); torch.Tensor.grad_dtype; torch.autograd.grad, whose results PCGrad and "
+    "MAML write; embeddings of which new rows alone are trained",
     remedy="a hook that moves a gradient into a buffer, and frees it: let p.grad be a view of the "
     "buffer, which clipping scales, and begin anew if p.grad is another tensor; a factor of a "
     "parameter's gradient in place of p.grad itself; sums in float32 of gradients in half "
@@ -83,7 +92,9 @@ def written(run: Run, claims: Claims, found: Found) -> None:
     "tensor, which .data does not change; a gradient that is sent once it is there, and not again: "
     "average in step(), or offer synchronize(); gradients that are averaged if a hook of the "
     "backward has seen them: torch.autograd.grad calls no such hook; a mark of averaged gradients "
-    "that step() alone takes back, although a batch that is given up has no step",
+    "that step() alone takes back, although a batch that is given up has no step, or one more "
+    "backward adds to the averaged tensor in place; torch.zeros_like(p), or a buffer of the dtype "
+    "of p, for a gradient of another dtype",
 )
 def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     """After two or three backwards a step is that on the sum of their gradients, whichever
@@ -100,13 +111,27 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     called before gradients are scaled, and the step is within the second. Of some backwards that
     are dropped, synchronize() has averaged the gradients, if an optimizer has it, and
     skip_synchronize() may have been entered without a step: the gradients of the next batch are
-    averaged too, by its synchronize() or by step().
+    averaged too, by its synchronize() or by step(). So are those of one more backward that comes
+    after synchronize(), and adds to the averaged gradients in place, by another synchronize(), or
+    by step() outside of skip_synchronize(), as Horovod does; an error on every rank may refuse it.
 
     Gradients that no backward has accumulated count as others do: each rank writes its own to
     p.grad, for some parameters or for all, in place, in p.grad.data or as another tensor, and
     step() averages them. They are not judged if an optimizer averages gradients, or changes them,
     before step(), as in hooks of the backward; an error on every rank may refuse them.
+
+    Gradients of another dtype than their parameters, by ``grad_dtype``, count with the bits and the
+    range of their own: float32 or float64 for weights of float16 and bfloat16, float64 for float32.
+    Digits that cancel between ranks are below those of the weight's dtype, and in some steps
+    gradients are too large or too small for float16. An error on every rank may refuse them.
     """
+    if run.ranks[0].first("no_gradient_dtypes"):
+        found.leaves_out(NO_GRADIENT_DTYPES)
+        return
+    is_early = run.scenario.variant == EARLY.variant
+    if is_early and any(rank.first("not_synchronized") for rank in run.ranks):
+        found.leaves_out(NOT_SYNCHRONIZED)
+        return
     is_assigned = run.scenario.variant == ASSIGNED.variant
     if is_assigned and any(rank.first("before_step") for rank in run.ranks):
         found.leaves_out(IN_BACKWARD)

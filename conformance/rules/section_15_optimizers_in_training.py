@@ -142,7 +142,7 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     "A rank may have no gradient, and a parameter none or zeros for many steps",
     on=(EMPTY, RESTS, RESTS_OF_ADAM),
     owns=(EMPTY, RESTS, RESTS_OF_ADAM),
-    needs=("15.9",),
+    needs=("15.5", "15.9"),
     since="1.2",
     source="empty batches on one rank; fine-tuning, which freezes and unfreezes layers; mixtures "
     "of experts; torch.optim, which keeps the state of a parameter without a gradient, and counts "
@@ -150,7 +150,7 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     remedy="a step that returns early without gradients; a list of parameters that is made once; "
     "requires_grad in place of the gradient that is there; the state of a parameter, or of its "
     "rows, that is dropped after some steps without a gradient or with zeros, or while it is "
-    "frozen; one count of steps for a group of parameters",
+    "frozen, or if a group is added then; one count of steps for a group of parameters",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
@@ -163,8 +163,9 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     momentum, and Adam or AdamW. For 260 to 300 steps in a row a parameter has no gradient, and
     another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
     alone, and two are trained from the 20th to 250th step on. Of four more the gradients are zeros,
-    in whole or in some rows, for as many steps in a row or in turns. The numbers and the parameters
-    are drawn from the session's seed.
+    in whole or in some rows, for as many steps in a row or in turns. Meanwhile a group is added:
+    parameters that are frozen then, or have no gradient, keep their states. The numbers and the
+    parameters are drawn from the session's seed.
 
     Without an averager and without the claim ``averages`` all ranks have the same gradients.
     """
@@ -254,7 +255,8 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     remedy="numbers of parameters across interleaved groups, or from before a group was added; "
     "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
     "options, entries of the user's own, or max_exp_avg_sq of amsgrad, that are not saved; a "
-    "loaded state that waits for the next step, and is not in state_dict() until then",
+    "loaded state that waits for the next step, and is not in state_dict() until then; lists of "
+    "groups or parameters that a load makes, and that a later add_param_group does not reach",
 )
 def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
@@ -265,7 +267,9 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     first, and add the others before they load. As by torch.optim, states and options are matched by
     places in the groups: in these processes parameters of equal shapes have changed places. One
     group has amsgrad. The user's own entries in groups, such as a name or initial_lr, are saved
-    and loaded like options; their names and values are drawn.
+    and loaded like options; their names and values are drawn. At a drawn step after the save, or
+    after the load, one more group is added: it is stepped, averaged, and has the rate that is
+    written to it.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")

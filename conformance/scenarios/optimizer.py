@@ -303,7 +303,7 @@ class Setting:
             each step, as 0.5 would.
         groups: parameters and options of the parameter groups; () for one group of all parameters,
             with ``options``.
-        added: the step before which the last group is added.
+        added: the steps before which the last groups are added, in order, one in each.
         rates: the learning rate of each step, if rates are written to param_groups.
         changes: the options that are written to parameter groups before a step, by step and by
             group.
@@ -330,7 +330,7 @@ class Setting:
     period: int = 2
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 2.0**-3, "momentum": 1.0})
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...] = ()
-    added: int = -1
+    added: tuple[int, ...] = ()
     rates: tuple[float | None, ...] = ()
     changes: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     saves_at: int = 0
@@ -347,6 +347,10 @@ class Setting:
     written_entries: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     writes: Mapping[int, Write] = field(default_factory=dict)
 
+    def groups_at(self, step: int) -> int:
+        """Return how many of the groups there are in a step; -1 for those at the construction."""
+        return len(self.groups) - sum(added > step for added in self.added)
+
 
 _SETTINGS = {
     "": Setting(warmup=10, period=4),
@@ -359,7 +363,7 @@ _SETTINGS = {
             ((1, 2), {"lr": 2.0**-3, "momentum": 1.0, "weight_decay": 0.0}),
             ((4,), {"lr": 0.25, "momentum": 0.0, "weight_decay": 0.0}),
         ),
-        added=2,
+        added=(2,),
     ),
     "scheduled": Setting(rates=(2.0**-3, 2.0**-2, 2.0**-4, 2.0**-1, 0.0, 2.0**-3)),
     "reloaded": Setting(

@@ -9,10 +9,11 @@ A parameter whose gradients are zeros on all ranks is stepped, with its momentum
 a gradient is not (torch documentation, ``torch.autograd.backward`` and
 ``torch.optim.Optimizer.zero_grad``). If an optimizer averages gradients by ``synchronize()``, as
 Horovod's does, a batch may be given up after that: the next batch's gradients are averaged all the
-same. Gradients that ``torch.autograd.grad`` returns, as of gradient surgery, meta-learning or
-clipping by samples, are accumulated by no backward: the trainer writes them to ``p.grad``, and
-``step()`` reads that (torch documentation, ``torch.autograd.grad``). All numbers are drawn from the
-session's seed.
+same. So are those that one more backward adds, as of a penalty that is computed after the gradients
+were looked at, unless the step is within ``skip_synchronize()``. Gradients that
+``torch.autograd.grad`` returns, as of gradient surgery, meta-learning or clipping by samples, are
+accumulated by no backward: the trainer writes them to ``p.grad``, and ``step()`` reads that (torch
+documentation, ``torch.autograd.grad``). All numbers are drawn from the session's seed.
 """
 
 import math
@@ -22,8 +23,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from conformance.scenarios import optimizer_wide_gradients
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import PLAIN, START, UNUSED
+from conformance.scenarios.optimizer_wide_gradients import WIDE
 from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.seeds import generator
 
@@ -75,8 +78,18 @@ ASSIGNED = replace(
     observe=replace(ACCUMULATED.observe, bytes_sent=True),
 )
 
+EARLY = replace(
+    ACCUMULATED,
+    name="optimizer_synchronized_early",
+    summary="synchronize() averages gradients, if the optimizer has it; one more backward adds to "
+    "some, and in some steps brings the first gradients of other parameters; step() averages all, "
+    "or synchronize() does so again, as drawn",
+    steps=("crafted",) * 6,
+    variant="synchronized_early",
+)
+
 IN_HALF = (ACCUMULATED_BFLOAT16, ACCUMULATED_FLOAT16)
-ALL = (ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED)
+ALL = (ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED, EARLY, WIDE)
 _ACCUMULATED = tuple({scenario.variant for scenario in (ACCUMULATED, *IN_HALF)})
 
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.
@@ -144,6 +157,8 @@ def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
     Half of the steps have one backward. In the others every backward has a gradient of some
     parameter, and one parameter has a gradient in all of them.
     """
+    if scenario.variant == EARLY.variant:
+        return _shares_of_two(scenario, step)[index]
     if scenario.variant not in _ACCUMULATED:
         return (1.0,)
     number = _place_of(scenario, step)
@@ -160,6 +175,24 @@ def shares(scenario: Scenario, step: int, index: int) -> tuple[float, ...]:
     for backward, share in zip(chosen, _SHARES[len(chosen)], strict=True):
         parts[backward] = share
     return tuple(parts)
+
+
+def _shares_of_two(scenario: Scenario, step: int) -> list[tuple[float, ...]]:
+    """Return the shares of all gradients in two backwards: there are gradients of both, and of the
+    first one alone; in some steps also of the second one alone.
+    """
+    forms: list[tuple[float, ...]] = [(0.5, 0.5), (1.0, 0.0)]
+    if _place_of(scenario, step) // 2 % 2 == 0:
+        forms.append((0.0, 1.0))
+    draw = generator(scenario, f"backwards of {step}")
+    parts = forms + draw.choices(forms, k=len(scenario.params) - len(forms))
+    draw.shuffle(parts)
+    return parts
+
+
+def averages_early(scenario: Scenario) -> bool:
+    """Whether ``synchronize()`` averages gradients after the first backward, if there is one."""
+    return scenario.variant == EARLY.variant
 
 
 def change_before(scenario: Scenario, step: int) -> Change | None:
@@ -248,7 +281,12 @@ def drop_before(scenario: Scenario, step: int) -> Drop | None:
 
 
 def averages_first(scenario: Scenario, step: int) -> bool:
-    """Whether ``synchronize()`` averages gradients before a step, if the optimizer has it."""
+    """Whether ``synchronize()`` averages gradients before a step, if the optimizer has it.
+
+    After a backward that has followed an earlier average, it does so before half of the steps.
+    """
+    if averages_early(scenario):
+        return _place_of(scenario, step) % 2 == 1
     drop = drop_before(scenario, step)
     is_changed = change_before(scenario, step) is not None
     return is_changed or (drop is not None and drop.averages_after)
@@ -328,8 +366,10 @@ def setting_in_half(scenario: Scenario) -> dict[str, Any]:
 
 
 def is_in_half(scenario: Scenario) -> bool:
-    """Whether a scenario of changed gradients has parameters of half precision."""
-    return scenario.variant == ACCUMULATED_BFLOAT16.variant
+    """Whether a scenario of several backwards, or of wide gradients, has parameters of half
+    precision.
+    """
+    return scenario.variant in (ACCUMULATED_BFLOAT16.variant, WIDE.variant)
 
 
 def _let_rest(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -345,4 +385,7 @@ def _let_rest(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, steps=tuple(kinds))
 
 
-DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {UNUSED.name: _let_rest}
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    **optimizer_wide_gradients.DRAWS,
+    UNUSED.name: _let_rest,
+}

@@ -24,7 +24,7 @@ RESTS = replace(
     name="optimizer_rests",
     summary="of twelve parameters seven have no gradient in many steps: for up to 300 steps in a "
     "row, in turns, in all steps but every so many, or until their first one; three are frozen "
-    "then; four more have gradients of zeros, in whole or in some rows",
+    "then; four more have gradients of zeros, in whole or in some rows; a group is added meanwhile",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
@@ -43,6 +43,10 @@ RESTS_OF_ADAM = replace(
 )
 
 ALL = (RESTS, RESTS_OF_ADAM)
+
+# The first steps of rests that last for most of the run, and their numbers of steps.
+_FIRST_STEPS = (2, 20)
+_LONG = (260, 300)
 _VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
 
 
@@ -121,8 +125,8 @@ def _plan(seed: int, name: str) -> tuple[Rest, ...]:
         Rest(frozenset(range(draw.randint(20, 99))), is_frozen=True),
     ]
     for is_frozen, zeros in ((False, None), (True, None), (False, (0.0, 1.0)), (False, part)):
-        begin = draw.randint(2, 20)
-        long = range(begin, begin + draw.randint(260, 300))
+        begin = draw.randint(*_FIRST_STEPS)
+        long = range(begin, begin + draw.randint(*_LONG))
         rests.append(Rest(frozenset(long), is_frozen, zeros))
         rests.append(Rest(frozenset(_turns(draw)), is_frozen, zeros))
     draw.shuffle(rests)
@@ -133,7 +137,7 @@ def _turns(draw: random.Random) -> Iterable[int]:
     """Yield the steps of three turns: a short one, a long one, and one between them."""
     lengths = [draw.randint(1, 8), draw.randint(9, 60), draw.randint(61, 130)]
     draw.shuffle(lengths)
-    begin = draw.randint(2, 20)
+    begin = draw.randint(*_FIRST_STEPS)
     for length in lengths:
         yield from range(begin, begin + length)
         begin += length + draw.randint(1, 20)
@@ -150,4 +154,14 @@ def _setting(seed: int, name: str, wrapped: str) -> Setting:
         # Adam adds the decay to the gradient: of zeros it would take steps of the full rate.
         decay = decay if wrapped == "AdamW" else {}
         options = {"lr": draw.uniform(0.002, 0.02), "betas": betas, **decay}
-    return Setting(warmup=draw.randint(5, 30), period=draw.randint(15, 40), options=options)
+    # The parameter that never rests is in a group that is added while others rest: one of these is
+    # frozen and has a state, and so has another one without a gradient.
+    late = _plan(seed, name).index(Rest(frozenset()))
+    others = tuple(index for index in range(len(RESTS.params)) if index != late)
+    return Setting(
+        warmup=draw.randint(5, 30),
+        period=draw.randint(15, 40),
+        options=options,
+        groups=((others, options), ((late,), options)),
+        added=(draw.randint(_FIRST_STEPS[1] + 1, _FIRST_STEPS[0] + _LONG[0] - 1),),
+    )

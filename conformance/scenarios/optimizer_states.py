@@ -9,6 +9,7 @@ import struct
 from dataclasses import replace
 from typing import Any
 
+from conformance.scenarios.model import Param
 from conformance.scenarios.optimizer import (
     LAST_OVERFLOW,
     PLAIN,
@@ -45,7 +46,9 @@ RESTORED_RATES = replace(
     TENSOR_RATES,
     name="optimizer_restored_rates",
     summary="the same, of Adam or AdamW, and before a drawn step everything is restored to an "
-    "earlier step; all other options of each group have been rewritten since",
+    "earlier step; all other options of each group have been rewritten since; one more group is "
+    "added after that",
+    params=(*_WIDE, Param((3,), "float64")),
     steps=("normal",) * 10,
     variant="restored_rates",
 )
@@ -54,7 +57,7 @@ RESTORED_OPTIONS = replace(
     RESTORED_RATES,
     name="optimizer_restored_options",
     summary="every option of each group of SGD is rewritten after a step that is restored later; "
-    "parameters of float64",
+    "one more group is added after that; parameters of float64",
     variant="restored_options",
 )
 
@@ -82,6 +85,10 @@ ALL = (SMALL_CHANGES, TENSOR_RATES, RESTORED_RATES, RESTORED_OPTIONS, SCALED, US
 
 # The first parameter group, the second, and the group that is added.
 _GROUPS = ((0, 3), (1, 2), (4,))
+# The parameters of one more group, which is added after everything was restored.
+_ADDED_LATE = (5,)
+# The last step before which it is added; there is another one, with a schedule.
+_LAST_ADDED = len(RESTORED_RATES.steps) - 2
 
 
 # Changes of a learning rate, relative to it, lie between these powers of ten. The least is some
@@ -125,7 +132,7 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
     Args:
         wrapped: the name of the optimizer's class.
         restores: whether everything is restored. No rate is written in the step after that: the
-            restored one counts.
+            restored one counts. One more group is added then or later.
     """
 
     def options() -> dict[str, Any]:
@@ -140,12 +147,17 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
     added = draw.randint(1, 2)
     saved = draw.randint(added + 1, 4)
     restored = draw.randint(saved + 2, 7)
+    added_late: tuple[int, ...] = ()
+    if restores:
+        groups = (*groups, (_ADDED_LATE, options()))
+        added_late = (draw.randint(restored, _LAST_ADDED),)
+    plan = Setting(groups=groups, added=(added, *added_late))
     latest = [options["lr"] for _, options in groups]
     changes: dict[int, dict[int, dict[str, Any]]] = {}
     for step in range(1, len(RESTORED_RATES.steps)):
         if restores and step == restored:
             continue
-        for place in range(len(groups) if step >= added else len(groups) - 1):
+        for place in range(plan.groups_at(step)):
             if (step + place) % 2:
                 latest[place] = _changed(latest[place], draw.uniform(*_CHANGES), draw)
             else:
@@ -155,11 +167,10 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
         for place, flag in enumerate(_alternating(draw)):
             before, after = (_options_of_adam(draw, is_high) for is_high in (flag, not flag))
             _rewrite(changes, draw, place, (before, after), (added, saved, restored))
-    return Setting(
+    return replace(
+        plan,
         warmup=draw.randint(1, 3),
         options={"lr": 2.0**-3},
-        groups=groups,
-        added=added,
         changes=changes,
         back=(restored, saved) if restores else (-1, -1),
         has_tensor_rates=True,
@@ -167,7 +178,10 @@ def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
 
 
 def restored_options(draw: random.Random) -> Setting:
-    """Return the plan of options of SGD that are restored; none is written after that."""
+    """Return the plan of options of SGD that are restored.
+
+    None is written after that, but those of a group that is added then or later.
+    """
     flags = _alternating(draw)
     groups = tuple(
         (indices, _options_of_sgd(draw, not flag))
@@ -180,11 +194,16 @@ def restored_options(draw: random.Random) -> Setting:
     for place, flag in enumerate(flags):
         before, after = (_options_of_sgd(draw, is_high) for is_high in (flag, not flag))
         _rewrite(changes, draw, place, (before, after), (added, saved, restored))
+    is_high = draw.random() < 0.5
+    groups = (*groups, (_ADDED_LATE, _options_of_sgd(draw, is_high)))
+    added_late = draw.randint(restored, _LAST_ADDED)
+    written = _options_of_sgd(draw, not is_high)
+    changes.setdefault(draw.randint(added_late + 1, _LAST_ADDED + 1), {})[len(_GROUPS)] = written
     return Setting(
         warmup=draw.randint(1, 3),
         options={"lr": 2.0**-3},
         groups=groups,
-        added=added,
+        added=(added, added_late),
         changes=changes,
         back=(restored, saved),
     )

@@ -39,6 +39,7 @@ from conformance.scenarios.optimizer_states import (
     tensor_rates,
     users,
 )
+from conformance.scenarios.optimizer_wide_gradients import WIDE, setting_of_wide
 from conformance.scenarios.own_entries import with_entries
 from conformance.scenarios.seeds import generator, shared_generator
 
@@ -132,8 +133,8 @@ SAVED_GROUPS = replace(
     SAVED,
     name="optimizer_saved_groups",
     summary="on subgroups, Adam with interleaved parameter groups and rewritten rates is saved "
-    "within the warm-up, after a group was added; one group has amsgrad",
-    params=(*_PARAMS, Param((5, 3)), Param((7,))),
+    "within the warm-up, after a group was added; one group has amsgrad, and one is added later",
+    params=(*_PARAMS, Param((5, 3)), Param((7,)), Param((3,))),
     steps=("normal",) * 14,
     world_sizes=(),
     groups=((1, 3), (0, 2)),
@@ -144,7 +145,8 @@ RESUMED_GROUPS = replace(
     SAVED_GROUPS,
     name="optimizer_resumed_groups",
     summary="new processes load that state twice, save it and load that, and continue; they add "
-    "groups before, and their groups have the parameters of equal shapes in another order",
+    "groups before, and their groups have the parameters of equal shapes in another order; one "
+    "more group is added later",
     prerequisite="optimizer_saved_groups",
     resume=replace(SAVED_GROUPS.resume, resumes=True),
 )
@@ -202,7 +204,7 @@ _RANDOM = (
     RESTORED_OPTIONS.variant,
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
     *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
-    ACCUMULATED_BFLOAT16.variant,
+    *(ACCUMULATED_BFLOAT16.variant, WIDE.variant),
 )
 
 
@@ -301,6 +303,8 @@ def _plan_of(scenario: Scenario) -> Setting:
             return repeated(scenario)
         case ACCUMULATED_BFLOAT16.variant:
             return Setting(options=setting_in_half(scenario))
+        case WIDE.variant:
+            return setting_of_wide(scenario)
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":
@@ -333,7 +337,7 @@ def _sgd_options(draw: random.Random) -> Setting:
         if not groups[number][1]["nesterov"]:
             written["dampening"] = draw.uniform(0.1, 0.5)
         changes[step] = {number: written}
-    return Setting(groups=groups, added=draw.randint(2, 5), changes=changes)
+    return Setting(groups=groups, added=(draw.randint(2, 5),), changes=changes)
 
 
 def _adam_options(draw: random.Random) -> Setting:
@@ -363,7 +367,7 @@ def _adam_options(draw: random.Random) -> Setting:
         for step in range(1, 8)
     }
     return Setting(
-        options={"lr": 2.0**-7}, groups=groups, added=draw.randint(2, 5), changes=changes
+        options={"lr": 2.0**-7}, groups=groups, added=(draw.randint(2, 5),), changes=changes
     )
 
 
@@ -456,25 +460,30 @@ def _saved_groups(draw: random.Random) -> Setting:
             },
         ),
         ((5, 6), {**rate(), "betas": (draw.uniform(0.5, 0.9), 0.9)}),
+        ((7,), {**rate(), "betas": (draw.uniform(0.5, 0.9), 0.9)}),
     )
     added = draw.randint(1, saves_at - 1)
     changes: dict[int, dict[int, dict[str, Any]]] = {1: {0: rate(), 1: rate()}}
     changes.setdefault(added, {})[2] = rate()
+    # After the save, or the load: its rate is written later, and an average comes after that.
+    added_late = draw.randint(saves_at, 9)
+    changes.setdefault(added_late + 1, {})[3] = rate()
     # Parameters 0 and 5 have one shape, and 1 and 6 another one. The loaded options count.
     exchanged = {0: 5, 5: 0, 1: 6, 6: 1}
+    *loaded, last = groups
     regrouped = tuple(
         (tuple(exchanged.get(index, index) for index in indices), {**options, **rate()})
-        for indices, options in groups
+        for indices, options in loaded
     )
     return Setting(
         warmup=warmup,
         period=3,
         options={"lr": 2.0**-7},
         groups=groups,
-        added=added,
+        added=(added, added_late),
         changes=changes,
         saves_at=saves_at,
-        regrouped=regrouped,
+        regrouped=(*regrouped, last),
         appended=draw.randint(1, 2),
     )
 

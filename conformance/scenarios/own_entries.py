@@ -37,7 +37,7 @@ def with_entries(plan: Setting, scenario: Scenario) -> Setting:
     entries = [
         {name: _value(draw, kinds.pop()) for name in draw.sample(names, 3)} for _ in range(count)
     ]
-    group = draw.randrange(count - 1 if plan.added >= 0 else count)
+    group = draw.randrange(plan.groups_at(-1))
     restored, saved = plan.back
     kind = draw.randrange(_KINDS)
     last = max(saved, plan.saves_at - 1)
@@ -47,11 +47,12 @@ def with_entries(plan: Setting, scenario: Scenario) -> Setting:
     if restored >= 0:
         # This value is gone when the earlier state is restored.
         written[draw.randint(saved + 1, restored - 1)] = {group: {written_name: _value(draw, kind)}}
+    has_others = [draw.random() < 0.5 for _ in entries]
+    # One group at least of those that are loaded has other values: these must not stay.
+    has_others[draw.randrange(plan.groups_at(plan.saves_at - 1))] = True
     new = [
-        {name: _value(draw, draw.randrange(_KINDS)) for name in of_group}
-        if draw.random() < 0.5
-        else {}
-        for of_group in entries
+        {name: _value(draw, draw.randrange(_KINDS)) for name in of_group} if has else {}
+        for has, of_group in zip(has_others, entries, strict=True)
     ]
     return replace(plan, entries=tuple(entries), new_entries=tuple(new), written_entries=written)
 
@@ -88,5 +89,4 @@ def entries_at(plan: Setting, step: int) -> list[Mapping[str, Any]]:
             of_groups[group].update(written)
         if earlier == saved_after:
             saved = [dict(entries) for entries in of_groups]
-    has_all = plan.added < 0 or step >= plan.added
-    return list(of_groups if has_all else of_groups[:-1])
+    return list(of_groups[: plan.groups_at(step)])

@@ -56,6 +56,30 @@ class Delegates:
         self._averager.step = state[1]
 
 
+class ListsGroups(Delegates):
+    """The same with a list of the groups, which a load and an added group renew."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self._list()
+
+    def _list(self) -> None:
+        self.groups = list(self._inner.param_groups)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self._inner.add_param_group(group)
+        self._list()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self._inner.step(*args, **kwargs)
+        self._averager.average_parameters([p for group in self.groups for p in group["params"]])
+        return loss
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        super().load_state_dict(state)
+        self._list()
+
+
 def average_gradients(
     groups: list[dict[str, Any]], group: Any, divided: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -411,7 +435,10 @@ def without_momentum(params: Any, lr: float) -> Any:
 
 
 RIGHT = [
-    *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "BySlices")),
+    *(
+        Right(name, kind="optimizer")
+        for name in ("by_hooks", "Delegates", "ListsGroups", "BySlices")
+    ),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),
     Right("KeepsInBuffers", "averages", kind="optimizer"),

@@ -1,4 +1,5 @@
-"""Right optimizers of parameters in half precision, with copies, states or sums in float32."""
+"""Right optimizers of parameters in half precision, with copies, states, sums or gradients in
+float32."""
 
 from collections.abc import Callable
 from functools import partial
@@ -159,7 +160,57 @@ class SumsInFloat32(AveragesGradients):
         return loss
 
 
+def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the gradient that a parameter has, or of its next one."""
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+class AveragesByGradientDtypes(AveragesGradients):
+    """Average all gradients of one dtype in one buffer, whatever the dtypes of their weights."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        used = torch.tensor([parameter.grad is not None for parameter in every]).int()
+        dist.all_reduce(used, group=self.group)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter, ranks in zip(every, used.tolist(), strict=True):
+            if ranks:
+                dtype = dtype_of_gradient(parameter)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+                by_dtype.setdefault(dtype, []).append(parameter.grad)
+        for dtype in sorted(by_dtype, key=str):
+            grads = by_dtype[dtype]
+            buffer = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(buffer.div_(dist.get_world_size(self.group)), group=self.group)
+            parts = buffer.split([grad.numel() for grad in grads])
+            for grad, part in zip(grads, parts, strict=True):
+                grad.copy_(part.view(grad.shape))
+        self.optim.step()
+        return loss
+
+
+class RefusesWideGradients(AveragesGradients):
+    """Raise an error for a gradient of another dtype than its weight."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    raise TypeError("a gradient has another dtype than its weight")
+        return super().step(closure)
+
+
 RIGHT = [
     Right(name, "averages", kind="optimizer")
-    for name in ("InFloat32", "CopiesApart", "SumsInFloat32")
+    for name in (
+        *("InFloat32", "CopiesApart", "SumsInFloat32"),
+        *("AveragesByGradientDtypes", "RefusesWideGradients"),
+    )
 ]

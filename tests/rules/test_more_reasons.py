@@ -13,7 +13,7 @@ from conformance.scenarios.averager_training import ROLLED_TO_START
 from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.optimizer_backwards import ASSIGNED
+from conformance.scenarios.optimizer_backwards import ASSIGNED, EARLY
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
 from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16
 from conformance.scenarios.optimizer_rests import RESTS_OF_ADAM
@@ -169,6 +169,20 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "averages",
             "gradients that no backward has accumulated are not judged: it averages or changes "
             "gradients before step()",
+        ),
+        (
+            "15.43",
+            having(partial(stepped, EARLY), "not_synchronized"),
+            "averages",
+            "a backward after synchronize() is not judged: it has not both synchronize() and "
+            "skip_synchronize()",
+        ),
+        (
+            "15.43",
+            having(partial(stepped, EARLY), "no_gradient_dtypes"),
+            "averages",
+            "gradients of another dtype than their parameters are not judged: this torch has no "
+            "torch.Tensor.grad_dtype",
         ),
         (
             "10.1",

@@ -12,6 +12,7 @@ from conformance.scenarios.optimizer_backwards import (
     ASSIGNED,
     CHANGED_IN,
     DISCARDED,
+    EARLY,
     IN_HALF,
     NEW_TENSOR,
     WAYS,
@@ -25,6 +26,8 @@ from conformance.scenarios.optimizer_backwards import (
     shares,
     zero_rows,
 )
+from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.optimizer_wide_gradients import WIDE, factor_and_shift, widened
 from conformance.scenarios.resting_parameter import rests
 
 SEEDS = range(20)
@@ -133,3 +136,49 @@ def test_a_parameter_that_rests_has_had_a_gradient_on_every_rank() -> None:
             assert any(
                 all(uses(3, rank, earlier, index) for rank in range(3)) for earlier in range(step)
             )
+
+
+def test_a_backward_after_synchronize_adds_to_gradients_in_each_form_of_a_step() -> None:
+    for seed in SEEDS:
+        scenario = drawn(EARLY, seed)
+        forms = set()
+        for step in range(len(scenario.steps)):
+            parts = [shares(scenario, step, index) for index in range(len(scenario.params))]
+            assert all(sum(part) == 1 for part in parts)
+            assert {(0.5, 0.5), (1.0, 0.0)} <= set(parts)
+            forms.add((averages_first(scenario, step), (0.0, 1.0) in parts))
+        assert len(forms) == 4
+
+
+def test_wide_gradients_cancel_and_need_the_bits_and_the_range_of_their_dtype() -> None:
+    for seed in SEEDS:
+        scenario = drawn(WIDE, seed)
+        indices = range(len(scenario.params))
+        assert {spec.dtype for spec in scenario.params} == {"float16", "bfloat16", "float32"}
+        wide = [widened(scenario, index) for index in indices]
+        assert {one.takes_any for one in wide if one} == {True, False}
+        factors = []
+        for step in range(len(scenario.steps)):
+            rate = plan_of(scenario).rates[step]
+            for size in (2, 3):
+                for index, one in enumerate(wide):
+                    assert one is not None
+                    drawn_numbers = [
+                        factor_and_shift(scenario, step, index, place, size)
+                        for place in range(size)
+                    ]
+                    ((factor,), shifts) = (set(row) for row in zip(*drawn_numbers, strict=True))
+                    assert sum(shifts) == 0
+                    assert rate is not None
+                    assert 0.05 <= rate * factor <= 0.1
+                    # The values are 2**-3 to 2**8; the gradient's dtype holds them beside the
+                    # shift, and the parameter's does not.
+                    narrow = torch.finfo(getattr(torch, scenario.params[index].dtype))
+                    held = torch.finfo(getattr(torch, one.dtype))
+                    shift = max(shifts) / factor
+                    assert shift * narrow.eps >= 2**5
+                    assert 2 * shift * held.eps <= 2**-3
+            factors.append(factor)
+        half = torch.finfo(torch.float16)
+        assert sum(factor * 2**8 > half.max for factor in factors) == 2
+        assert sum(factor * 2**8 < half.smallest_normal for factor in factors) == 2

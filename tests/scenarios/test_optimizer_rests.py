@@ -13,7 +13,12 @@ from conformance.scenarios.optimizer_repeats import (
 )
 from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, rests_of, zeros_at
 from conformance.scenarios.optimizer_states import RESTORED_OPTIONS, RESTORED_RATES
-from conformance.scenarios.optimizer_training import EMPTY, plan_of, wrapped_class
+from conformance.scenarios.optimizer_training import (
+    EMPTY,
+    RESUMED_GROUPS,
+    plan_of,
+    wrapped_class,
+)
 
 SEEDS = range(20)
 
@@ -92,7 +97,7 @@ def test_every_option_is_rewritten_before_and_after_the_state_that_is_restored()
             plan = plan_of(scenario)
             restored, saved = plan.back
             rises = {}
-            for place, (_, made) in enumerate(plan.groups):
+            for place, (_, made) in enumerate(plan.groups[:-1]):
                 now = dict(made)
                 for step in range(saved + 1):
                     now.update(plan.changes.get(step, {}).get(place, {}))
@@ -120,3 +125,37 @@ def test_repeated_steps_have_the_gradients_of_the_first_pass() -> None:
             assert sources[start : start + REPEATED_STEPS] == first
         outside = [step for step, source in enumerate(sources) if source not in first]
         assert [sources[step] for step in outside] == outside
+
+
+def test_a_group_is_added_while_a_frozen_parameter_has_a_state() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
+            plan = plan_of(scenario)
+            (added,) = plan.added
+            old, _ = plan.groups[0]
+            resting = [
+                index
+                for index in old
+                if not has_gradient(scenario, 2, None, added, index)
+                and any(has_gradient(scenario, 2, None, step, index) for step in range(added))
+            ]
+            frozen = [index for index in resting if is_frozen(scenario, added, index)]
+            assert frozen
+            assert len(resting) > len(frozen)
+
+
+def test_a_group_is_added_after_a_load_and_has_a_schedule_then() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTORED_RATES, seed), drawn(RESTORED_OPTIONS, seed)):
+            plan = plan_of(scenario)
+            first, last = plan.added
+            restored, saved = plan.back
+            assert first <= saved < restored <= last < len(scenario.steps) - 1
+            place = len(plan.groups) - 1
+            assert any(place in plan.changes.get(step, {}) for step in range(last + 1, 10))
+            assert not any(place in plan.changes.get(step, {}) for step in range(last))
+        scenario = drawn(RESUMED_GROUPS, seed)
+        plan = plan_of(scenario)
+        first, last = plan.added
+        assert first < plan.saves_at <= last
+        assert 3 in plan.changes[last + 1]

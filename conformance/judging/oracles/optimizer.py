@@ -21,8 +21,8 @@ two, zeros or few digits long, so that SGD and its averages are exact in every o
 the bound is 0, and a right wrapper gives the same bits, unless it averages gradients over 7 ranks
 (``EXACT_SIZES``). Otherwise the bound is that of ``local_optimizer``, twice for what a wrapper
 adds: the right result and the computed one are both rounded. In half precision, whose bounds grow
-fast, steps without momentum after several backwards are judged from the recorded parameters before
-them, which are off by one rounding of a copy in float32.
+fast, steps without momentum after several backwards, or by gradients of another dtype, are judged
+from the recorded parameters before them, which are off by one rounding of a copy in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +57,7 @@ from conformance.scenarios.optimizer_training import (
     plan_of,
     wrapped_class,
 )
+from conformance.scenarios.optimizer_wide_gradients import widened
 
 
 @dataclass
@@ -342,10 +343,15 @@ def _known_results(
 def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     """Return known mistakes in a local step by their names."""
     plan = plan_of(run.scenario)
-    if not _is_exact(run, 0, step):
-        return {"it was not stepped": lambda right, _: right.before[index]}
     options = construction(run)["options"]
     rate = (plan.rates[step] if plan.rates else None) or options["lr"]
+    if not _is_exact(run, 0, step):
+        known: dict[str, Mistake] = {}
+        if widened(run.scenario, index):
+            known["it averaged gradients in the dtype of the parameter"] = partial(
+                _step_in_dtype, run, step, index, rate
+            )
+        return {**known, "it was not stepped": lambda right, _: right.before[index]}
     momentum = options.get("momentum", 0.0)
 
     def gradient(rank: int) -> torch.Tensor:
@@ -396,6 +402,17 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     if momentum:
         mistakes["momentum is lost"] = partial(step_with, options={"lr": rate})
     return mistakes
+
+
+def _step_in_dtype(
+    run: Run, step: int, index: int, rate: float, right: OptimizerStep, rank: int
+) -> torch.Tensor:
+    """Return a parameter after a step by gradients that were rounded to its dtype before."""
+    group = group_at(run, rank, step)
+    dtype = getattr(torch, run.scenario.params[index].dtype)
+    grads = [fed_gradient(run, group, place, step, index) for place in range(len(group))]
+    mean = torch.stack([grad.to(dtype).double() for grad in grads]).mean(0)
+    return (right.before[index] - rate * mean).to(dtype).double()
 
 
 def require_steps_with_some_gradient(run: Run, found: Found) -> None:

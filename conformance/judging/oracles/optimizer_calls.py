@@ -111,11 +111,11 @@ def require_own_entries(run: Run, found: Found) -> None:
 
 
 def _rates_at(plan: Setting, step: int) -> list[float]:
-    """Return the learning rates of all groups before a step of processes that load a state."""
+    """Return the learning rates of the groups before a step of processes that load a state."""
     options = Options(plan, {})
     for earlier in range(step + 1):
         options.begin_step(earlier)
-    return options.rates()
+    return options.rates()[: plan.groups_at(step)]
 
 
 def _cause_of_entry(run: Run, step: int) -> str:
@@ -123,7 +123,7 @@ def _cause_of_entry(run: Run, step: int) -> str:
     plan = plan_of(run.scenario)
     if run.scenario.resume.resumes or 0 <= plan.back[0] <= step:
         return "it was not saved, or not loaded"
-    return "it was dropped by add_param_group" if 0 <= plan.added == step else ""
+    return "it was dropped by add_param_group" if step in plan.added else ""
 
 
 def require_calls_under_scaler(run: Run, found: Found) -> None:

@@ -28,6 +28,7 @@ from conformance.scenarios.optimizer_gradients import has_gradient
 from conformance.scenarios.optimizer_repeats import source_step
 from conformance.scenarios.optimizer_rests import zeros_at
 from conformance.scenarios.optimizer_training import averages_gradients, plan_of
+from conformance.scenarios.optimizer_wide_gradients import factor_and_shift
 
 
 def construction(run: Run) -> dict[str, Any]:
@@ -136,8 +137,10 @@ def fed_gradient(
     run: Run, group: tuple[int, ...], place: int, step: int, index: int
 ) -> torch.Tensor:
     """Return the gradient that the rank in a place is given, flat in float64."""
-    rank = group[special_source(run.scenario, step, place, len(group))]
-    return _fed(run, len(group), rank, step, index)
+    size = len(group)
+    rank = group[special_source(run.scenario, step, place, size)]
+    factor, shift = factor_and_shift(run.scenario, step, index, place, size)
+    return factor * _fed(run, size, rank, step, index) + shift
 
 
 def _fed(run: Run, size: int, source: int, step: int, index: int) -> torch.Tensor:

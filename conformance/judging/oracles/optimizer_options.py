@@ -64,4 +64,7 @@ class Options:
 
 def is_in_a_group(plan: Setting, index: int, step: int) -> bool:
     """Return whether a parameter is in a parameter group at a step."""
-    return not plan.groups or step >= plan.added or index not in plan.groups[-1][0]
+    if not plan.groups:
+        return True
+    later = plan.groups[plan.groups_at(step) :]
+    return not any(index in indices for indices, _ in later)

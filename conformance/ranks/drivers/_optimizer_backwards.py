@@ -25,6 +25,7 @@ from conformance.scenarios.optimizer_backwards import (
     Changing,
     Drop,
     assigned_before,
+    averages_early,
     averages_first,
     change_before,
     drop_before,
@@ -32,6 +33,7 @@ from conformance.scenarios.optimizer_backwards import (
     shares,
     zero_rows,
 )
+from conformance.scenarios.optimizer_wide_gradients import WIDE, factor_and_shift, widened
 
 
 class Training(Protocol):
@@ -43,6 +45,7 @@ class Training(Protocol):
     optimizer: Any
     collectives: CollectiveRecorder
     recorder: Recorder
+    group_rank: int
 
     @property
     def ranks_of_group(self) -> list[int]: ...
@@ -66,8 +69,10 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
         return
     if drop := drop_before(scenario, step):
         _drop_gradients(driver, step, drop)
+    if scenario.variant == WIDE.variant:
+        grads = _widened(driver, step, grads)
     parts = [shares(scenario, step, index) for index in range(len(grads))]
-    for of_backward in zip(*parts, strict=True):
+    for number, of_backward in enumerate(zip(*parts, strict=True)):
         some = [
             None if grad is None or not share else grad * share
             for grad, share in zip(grads, of_backward, strict=True)
@@ -75,11 +80,52 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
         if any(grad is not None for grad in some):
             with driver.doing("backward"):
                 driver.model(some).backward()
+        if number == 0 and averages_early(scenario):
+            _average_early(driver)
     if averages_first(scenario, step) and _synchronizes(driver.optimizer):
         with driver.doing("synchronize"):
             driver.optimizer.synchronize()
     if change := change_before(scenario, step):
         _change_gradients(driver, step, change)
+
+
+def give_gradient_dtypes(scenario: Scenario, params: Sequence[torch.Tensor]) -> bool:
+    """Give gradients the dtypes of the scenario, if they have other ones than their parameters.
+
+    Returns:
+        Whether this version of torch has ``grad_dtype``, or needs it not.
+    """
+    for index, parameter in enumerate(params):
+        if wide := widened(scenario, index):
+            if not hasattr(torch.Tensor, "grad_dtype"):
+                return False
+            parameter.grad_dtype = None if wide.takes_any else getattr(torch, wide.dtype)
+    return True
+
+
+def _widened(
+    driver: Training, step: int, grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return gradients with the dtypes of the scenario, and with values that need these."""
+    wider: list[torch.Tensor | None] = []
+    for index, grad in enumerate(grads):
+        wide = widened(driver.scenario, index)
+        if grad is not None and wide is not None:
+            factor, shift = factor_and_shift(
+                driver.scenario, step, index, driver.group_rank, len(driver.ranks_of_group)
+            )
+            grad = grad.to(getattr(torch, wide.dtype)) * factor + shift
+        wider.append(grad)
+    return wider
+
+
+def _average_early(driver: Training) -> None:
+    """Average gradients by ``synchronize()``, before another backward."""
+    if not _synchronizes(driver.optimizer):
+        driver.recorder.event("not_synchronized")
+        return
+    with driver.doing("synchronize"):
+        driver.optimizer.synchronize()
 
 
 def without_average(driver: Training, step: int) -> Any:

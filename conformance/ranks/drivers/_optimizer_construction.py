@@ -10,6 +10,7 @@ import torch
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._optimizer_backwards import give_gradient_dtypes
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.optimizer import Setting
@@ -73,6 +74,9 @@ class Construction:
         Raises:
             TargetError: the signature takes no optimizer, or what it returns is none.
         """
+        # The optimizer may register hooks on gradients, which have their dtypes by then.
+        if not give_gradient_dtypes(self._driver.scenario, self._params):
+            self._driver.recorder.event("no_gradient_dtypes")
         options = self._as_given(self._setting.options)
         name = self._wrapped
         inner = UserOptimizer if name == USER_OPTIMIZER else getattr(torch.optim, name)
@@ -107,10 +111,12 @@ class Construction:
         return made
 
     def group(self, number: int) -> dict[str, Any]:
-        """Return one parameter group; negative numbers count from the last one."""
+        """Return one parameter group."""
         plan = self._setting
         groups = plan.regrouped if self._is_regrouped else plan.groups
-        entries = plan.new_entries if self._is_regrouped else plan.entries
+        # The entries of a group that is added after a load are replaced by no state.
+        is_loaded = self._is_regrouped and number < self._loaded
+        entries = plan.new_entries if is_loaded else plan.entries
         indices, options = groups[number]
         params = [self._params[index] for index in indices]
         return {
@@ -120,16 +126,24 @@ class Construction:
 
     def appended(self) -> list[dict[str, Any]]:
         """Return the groups that are added before a saved state is loaded."""
-        count = self._setting.appended if self._is_regrouped else 0
-        return [self.group(place) for place in range(-count, 0)]
+        if not self._is_regrouped:
+            return []
+        return [self.group(number) for number in range(self._first, self._loaded)]
 
     def _first_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that exist from the start."""
-        if self._is_regrouped:
-            later = self._setting.appended
-        else:
-            later = int(self._setting.added >= 0)
-        return [self.group(number) for number in range(len(self._setting.groups) - later)]
+        return [self.group(number) for number in range(self._first)]
+
+    @property
+    def _first(self) -> int:
+        """The number of groups at the construction."""
+        plan = self._setting
+        return self._loaded - plan.appended if self._is_regrouped else plan.groups_at(-1)
+
+    @property
+    def _loaded(self) -> int:
+        """The number of groups in the state that other processes have saved."""
+        return self._setting.groups_at(self._setting.saves_at - 1)
 
     def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options in the form in which optimizers are given them."""

@@ -166,9 +166,9 @@ class OptimizerDriver(RankDriver):
         self._set_frozen(number)
         if number in (self.setting.back[0], *self.setting.again):
             self._go_back(number)
-        if number == self.setting.added:
+        if number in self.setting.added:
             # Its parameters can be read once, as those of model.head.parameters().
-            group = self._construction.group(-1)
+            group = self._construction.group(self.setting.groups_at(number) - 1)
             group["params"] = iter(group["params"])
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(group)
@@ -244,7 +244,9 @@ class OptimizerDriver(RankDriver):
             for group in groups if rate is not None else ():
                 group["lr"] = rate
             for place, written in changes.items():
-                write_options(groups[place], written)
+                # Without a group that was added, its parameters are not stepped with these options.
+                if place < len(groups):
+                    write_options(groups[place], written)
         if self.setting.entries:
             with self.doing("param_groups"):
                 read = written_and_read(self.optimizer.param_groups, self.setting, number)
