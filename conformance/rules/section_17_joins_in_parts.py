@@ -24,8 +24,8 @@ TUTORIAL = (
     source="torch.nn.parallel.DistributedDataParallel under Join, whose buffers come from a rank "
     "that has not joined; test_zero_join_cpu, which sets a joined rank's gradients",
     remedy="a shadow that sends the buffers or the weights of a rank that has joined, or steps a "
-    "share of the model by its last gradients: send those of a rank that trains, or keep up with "
-    "each step",
+    "share of the model by its last gradients; a choice by them for others, as of the weights that "
+    "are trained: send those of a rank that trains, or keep up with each step",
 )
 def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     """A rank that has joined holds values that its steps have changed, and that its shadows leave
@@ -35,8 +35,11 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     joined rank go back by one step after its first shadow: gradients, tensors of floating-point
     numbers that ranks hold alike after even inputs, such as parameters, buffers, the state of an
     optimizer, or the last mean, elements of such tensors, and numbers in floating point among its
-    attributes. This is done in contexts with up to 9 steps, and on two ranks with 62 to 72 steps,
-    as for weights that go back to those of rank 0 now and then. The parameters, buffers,
+    attributes. After later shadows, the elements of its gradients, parameters and their states in
+    an optimizer change places and get smaller, as drawn: a choice by such values, as of weights
+    above a threshold, is another one then. This is done in contexts with up to 9 steps, and on two
+    ranks with 62 to 72 steps, as for weights that go back to those of rank 0 now and then; in
+    these, elements change places from the 25th to the 35th shadow on. The parameters, buffers,
     state_dict() and the state of an optimizer on the rank that trains are then the same at the end
     of its body, to the bit. Each of two ranks joins early, and on three ranks any two. Shadows that
     keep a value up to date change it, and it is left alone. So is a tensor that each rank has for
@@ -57,23 +60,27 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TUTORIAL}: one context per epoch; the same as 17.1: even inputs train as without "
     "the context",
     remedy="an update that is made in the next step, and dropped as the context ends; momentum "
-    "that join_hook() or post_hook() clears, or join_hook() after an exception; a schedule that "
-    "writes to groups which load_state_dict() has replaced; an optimizer of a model that a join "
-    "has replaced; a step that is counted, or begun, before notify_join_context(), which raises an "
-    "error with throw_on_early_termination",
+    "that join_hook() or post_hook() clears, join_hook() after an exception, or post_hook() in a "
+    "context without inputs; a schedule that writes to groups which load_state_dict() has "
+    "replaced; an optimizer of a model that a join has replaced; a step that is counted, or begun, "
+    "before notify_join_context(), which raises an error with throw_on_early_termination",
 )
 def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
     """The parameters that a joinable trains are the same after each step, to the bit, whether a
     context with even inputs has ended between two steps or not, or an exception has ended one, or
-    throw_on_early_termination has, or one was disabled. Hyperparameters of an optimizer that change
-    in one context go on changing after a join, also of uneven inputs, and the optimizer goes on to
-    have the parameters that get gradients.
+    throw_on_early_termination has, or one was disabled, or no rank had an input in one.
+    Hyperparameters of an optimizer that change in one context go on changing after a join, also of
+    uneven inputs, and the optimizer goes on to have the parameters that get gradients.
 
     With throw_on_early_termination all ranks stop before the same step, also those that have inputs
     left. Parameters, buffers and the state of an optimizer that ranks hold alike after each step of
     other contexts are therefore the same on all ranks at the end of the contexts that follow: one
     of 2 or 3 steps after a drawn rank has run out of inputs, and one of about a hundred after
     another rank has, twice.
+
+    A context in which no rank has an input changes no parameter or buffer, and no state of an
+    optimizer, that ranks hold alike, as far as two joins of even inputs, after as many contexts,
+    leave them. There is a second such context, and parameters are then the same after each step.
 
     The number of steps, and those at which contexts end, are drawn. A schedule is read in 100 to
     140 steps after two joins. Inputs, a loss and rates may follow the number of contexts, and a

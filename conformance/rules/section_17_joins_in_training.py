@@ -103,7 +103,9 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     Integers that count up in each step are raised by a drawn number between 2**28 and 2**30 in
     further contexts, as after days of training: float32 has not all integers beyond 2**24. Those of
     int64 are then raised by a drawn number between 2**33 and 2**40, as a count of tokens is: int32
-    ends at 2**31. A joinable that refuses such numbers on even inputs is not judged by them.
+    ends at 2**31. So are whole numbers in float64 that count up, to odd ones: tensors, and numbers
+    among the attributes of the joinable that all ranks hold alike after uneven inputs with small
+    ones. A joinable that refuses such numbers on even inputs is not judged by them.
     """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)

@@ -16,10 +16,15 @@ Lengths = tuple[int, ...]  # numbers of inputs, by group rank
 
 DIVISOR = "divide_by_initial_world_size"
 
-# The first contexts of ``counts`` with large integers, and with those that int32 has not. They have
-# even inputs.
+# The first contexts of ``counts`` with large integers, with those that int32 has not, and with
+# large counts in float64. They have even inputs.
 LARGE_TRIAL = 1
 HUGE_TRIAL = 4
+FLOAT64_TRIAL = 7
+TRIALS = (LARGE_TRIAL, HUGE_TRIAL, FLOAT64_TRIAL)
+
+# The last context of ``counts``: uneven inputs, and counts as they are.
+NONE_RAISED = 10
 
 JOINABLES_OF_EPOCHS = 3
 
@@ -33,7 +38,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
 
     - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs.
     - ``counts``: 2 to 4 on all ranks, twice; then two rows of uneven inputs; the last three rows
-      once more.
+      twice more; and the last row.
     - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
       1,001 to 1,400 on one rank. A probe names the number, for one rank and then for another.
     - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
@@ -59,7 +64,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     if scenario.variant == "counts":
         even = (numbers.randint(2, 4),) * size
         large = [even, *(_uneven(numbers, size, first + row) for row in range(2))]
-        return [even, *large, *large]
+        return [even, *large, *large, *large, large[-1]]
     if scenario.variant == "long":
         counts = [numbers.randint(100, 300), numbers.randint(100, 300), numbers.randint(1001, 1400)]
         if scenario.is_probe:

@@ -35,7 +35,12 @@ SCHEDULE_AFTER_JOINS = 12
 # Contexts of one joinable; throw_on_early_termination ends the first, the third and the fourth one.
 THROWN = (13, 14, 15, 16, 17)
 
-_FIRST_UNEVEN = 18
+# The same steps in contexts of one joinable; no rank has an input in the second and the fourth one.
+# A row of another joinable begins with the same context, and has steps in each.
+EMPTIED = (18, 19, 20, 21, 22)
+NOT_EMPTIED = (23, 24, 25)
+
+_FIRST_UNEVEN = 26
 _STEPS = (9, 11)
 _SHADOWS = 4  # at least; chance leaves no element as it is in so many steps
 _STEPS_OF_SCHEDULE = (100, 140)
@@ -105,6 +110,10 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
     after 1 or 2 steps. One that has counted a step too much for each throw is then not level with
     the other. The second one has 2 or 3 steps.
 
+    In a row of five, the second and the fourth context have no inputs. The first one has 2 or 3
+    steps, and the third one has 1 or 2. Another joinable has three contexts, with as many steps in
+    the first one, and 1 or 2 in the second.
+
     Each rank trains alone for long once more: the contexts have 62 to 72 steps.
 
     A scenario that brings its own number of ranks has the contexts with uneven inputs alone, after
@@ -127,6 +136,7 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
             *_schedule(draw, size),
         ]
         contexts += _thrown(generator(scenario, "thrown"), size, max(contexts[SCHEDULE].inputs))
+        contexts += _emptied(generator(scenario, "emptied"), size, steps)
     for one in uneven_contexts(scenario, size):
         inputs = _inputs(draw, size, one.late, steps)
         most = max(inputs)
@@ -170,7 +180,7 @@ def long_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
 
 
 def _thrown(draw: random.Random, size: int, steps: int) -> list[PartContext]:
-    """Return a row of contexts with a number of steps in all; three of them throw."""
+    """Return a row of contexts with a number of steps in all; three contexts throw."""
     first = draw.randrange(size)
     second = (first + 1) % size
     contexts = []
@@ -190,6 +200,19 @@ def _thrown(draw: random.Random, size: int, steps: int) -> list[PartContext]:
         begin += count
     rest = (steps - begin,) * size
     return [*contexts, PartContext(rest, begin, is_new=False, is_long=True)]
+
+
+def _emptied(draw: random.Random, size: int, steps: int) -> list[PartContext]:
+    """Return two rows of contexts, each with a number of steps; in the first row two have none."""
+    first = draw.randint(2, 3)
+    second = draw.randint(1, 2)
+    contexts = []
+    for row in ((first, 0, second, 0), (first, second)):
+        begin = 0
+        for count in (*row, steps - sum(row)):
+            contexts.append(PartContext((count,) * size, begin, is_new=begin == 0))
+            begin += count
+    return contexts
 
 
 def _inputs(draw: random.Random, size: int, late: int, steps: int) -> tuple[int, ...]:

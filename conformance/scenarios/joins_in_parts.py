@@ -10,10 +10,10 @@ from conformance.scenarios.joinable import PLAIN
 IN_PARTS = replace(
     PLAIN,
     name="joinable_in_parts",
-    summary="the same steps in one context and in several; one is broken off, one is disabled, and "
-    "two throw as a rank runs out; a hundred steps after two joins; uneven inputs of each rank, "
-    "few and then more than sixty, once with values on the rank that has joined that are out of "
-    "date; the numbers are drawn",
+    summary="the same steps in one context and in several; one is broken off, one is disabled, "
+    "two have no inputs, and two throw as a rank runs out; a hundred steps after two joins; uneven "
+    "inputs of each rank, few and then more than sixty, once with other values on the rank that "
+    "has joined; the numbers are drawn",
     variant="in_parts",
     world_sizes=(2,),
     deadline=45.0,
@@ -22,8 +22,8 @@ IN_PARTS = replace(
 TWO_JOINED = replace(
     IN_PARTS,
     name="joinable_two_joined",
-    summary="uneven inputs of three ranks, which train longest in turn, once with values "
-    "on the two others that are out of date; the numbers are drawn",
+    summary="uneven inputs of three ranks, which train longest in turn, once with other values "
+    "on the two that have joined; the numbers are drawn",
     world_sizes=(),
     size=3,
 )

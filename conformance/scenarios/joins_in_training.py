@@ -22,14 +22,15 @@ COUNTS = replace(
     PLAIN,
     name="joinable_counts",
     summary="a joinable whose integers that count steps or inputs are those after days of "
-    "training, and in int64 then beyond those of int32; uneven inputs, and all numbers, are drawn",
+    "training, and in int64 and float64 then beyond those of int32; uneven inputs, and all "
+    "numbers, are drawn",
     variant="counts",
     world_sizes=(2,),
 )
 
 # Beyond 2**28, float32 has one integer of 32 or more.
 LARGE_COUNTS = (2**28, 2**30)
-# Beyond those of int32 and of uint32: tokens or samples, which int64 counts.
+# Beyond those of int32 and of uint32: tokens or samples, which int64 or float64 counts.
 HUGE_COUNTS = (2**33, 2**40)
 
 LONG = replace(

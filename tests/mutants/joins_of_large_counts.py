@@ -1,4 +1,4 @@
-"""Mutants of 17.19: joinables with integers; and of 17.18 and 17.26: joinables that clip."""
+"""Mutants of 17.19: joinables with counts; and of 17.18 and 17.26: joinables that clip."""
 
 from typing import Any
 
@@ -100,6 +100,54 @@ class KeepsCountsWithinInt32(Counts):
             self.net.inputs.copy_(sent.clamp(max=2**31 - 1))
 
 
+# ---- Counts in float64 that are handed out in other dtypes
+
+
+class SendsTokensAsAList(Counts):
+    """Make a tensor of the list of the counts: it has the default dtype, float32."""
+
+    dtype = torch.float64
+
+    def hand_out_counts(self, place: int) -> None:
+        sent = torch.tensor(self.net.inputs.tolist())
+        dist.broadcast(sent, dist.get_global_rank(self.group, place), group=self.group)
+        if self.group.rank() != place:
+            self.net.inputs.copy_(sent)
+
+
+class SendsTokensAsIntegers(Counts):
+    """Send counts as whole numbers, in int32."""
+
+    dtype = torch.float64
+
+    def hand_out_counts(self, place: int) -> None:
+        sent = self.net.inputs.int()
+        dist.broadcast(sent, dist.get_global_rank(self.group, place), group=self.group)
+        if self.group.rank() != place:
+            self.net.inputs.copy_(sent)
+
+
+class TalliesInANumber(Averages):
+    """Count the inputs of all ranks in a number; the join hands it out in a tensor of float32."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.tally = 0.0
+
+    def mean(self, own: torch.Tensor, count: float) -> torch.Tensor:
+        added = torch.tensor(count)
+        dist.all_reduce(added, group=self.group)
+        self.tally += 5 * float(added) * bool(count)
+        return super().mean(own, count)
+
+    def hand_out(self, is_last: bool) -> None:
+        super().hand_out(is_last)
+        sent = torch.tensor([self.tally if is_last else 0.0])
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
+        if not is_last:
+            self.tally = float(sent)
+
+
 # ---- Gradients with a factor below 1
 
 
@@ -167,6 +215,9 @@ MUTANTS = [
             "SendsCountsInInt32",
             "SendsCountsInWords",
             "KeepsCountsWithinInt32",
+            "SendsTokensAsAList",
+            "SendsTokensAsIntegers",
+            "TalliesInANumber",
         )
     ),
     *(Mutant(name, ("17.18",), kind="joinable") for name in ("ClipsEachParameter",)),

@@ -66,6 +66,7 @@ _MODULES = (
     "joins",
     "joins_in_parts",
     "joins_of_trainers",
+    "joins_of_old_values",
     "quantized_collectives",
     "summing_collectives",
     "wrappers",

@@ -5,9 +5,9 @@ one and N - n in the next one: they are the same numbers in the same order, and 
 bit. They are also the same if an exception has ended a context, or one was disabled: such a context
 has no join, and ranks go on with what they hold. throw_on_early_termination stops all ranks before
 the same step, also those that have inputs left: what ranks hold alike after each step, they hold
-alike after that and the steps that follow. The driver traces each step: the parameters at its
-first gradient, the gradients that autograd computes, the parameters after the step. The first
-difference decides:
+alike after that and the steps that follow. A context in which no rank has an input changes no state
+either. The driver traces each step: the parameters at its first gradient, the gradients that
+autograd computes, the parameters after the step. The first difference decides:
 
     parameters at the first gradient    the joinable has lost an update, or has made another one
     gradients of autograd               inputs or a loss that follow contexts: no question
@@ -28,10 +28,12 @@ from conformance.judging.oracles.join_numbers import state_of
 from conformance.judging.oracles.join_schedules import Traces, require_lasting_schedules, traced
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.join_loop_draws import DISABLED, RAISES, THROWS
+from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES, THROWS
 from conformance.scenarios.join_part_draws import (
+    EMPTIED,
     FIRST_PART,
     INTERRUPTED,
+    NOT_EMPTIED,
     SCHEDULE,
     SECOND_PART,
     THROWN,
@@ -41,13 +43,17 @@ from conformance.scenarios.join_part_draws import (
 )
 
 ONE_OBJECT = "the target is one object, and makes no other one"
-_NUMBERS = ("second", "third", "fourth", "fifth", "sixth")
+_NUMBERS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _ENDINGS = {
     RAISES: "one that an exception has ended",
     DISABLED: "a disabled one",
+    ENDS: "one without inputs",
     THROWS: "one that throw_on_early_termination has ended",
 }
 LOST = "an update that is pending, momentum or another state is lost between contexts"
+EMPTY_LEFT = (
+    "a context in which no rank has an input clears a state, or hands out one that no rank has had"
+)
 STOPPED = "a step that notify_join_context() has stopped is counted, or begun, on some ranks"
 NO_PARAMETERS = "it trains no parameters, or its numbers are others each time"
 FOLLOWS_CONTEXTS = "inputs, a rate or its state follow the number of contexts, or the join"
@@ -57,15 +63,18 @@ def require_same_in_parts(run: Run, found: Found) -> None:
     """Require that several contexts train as one, and that a schedule goes on after a join."""
     if is_one_object(run, found):
         return
-    lasting, parameters, thrown = Found(), Found(), Found()
+    lasting, parameters, thrown, emptied = Found(), Found(), Found(), Found()
     require_lasting_schedules(run, lasting)
     if not lasting.failures:
         _require_parameters(run, parameters)
     if not lasting.failures and not parameters.failures:
         _require_same_state_after_throws(run, thrown)
+        _require_same_state_after_empty_context(run, emptied)
     for trial in (lasting, parameters, thrown):
         found.checked(trial.checks)
         found.failures += trial.failures
+    # What has no parameters is judged by its other state only if it fails.
+    found.failures += emptied.failures
     if not found.checks:
         found.does_not_apply(parameters.not_applicable or NO_PARAMETERS)
 
@@ -78,6 +87,8 @@ def _require_parameters(run: Run, found: Found) -> None:
     _require_same_steps(run, whole, (FIRST_PART, SECOND_PART), found)
     if not found.failures:
         _require_same_steps(run, whole, INTERRUPTED, found)
+    if not found.failures:
+        _require_same_steps(run, whole, EMPTIED, found)
     if not found.failures and _have_thrown(run):
         _require_same_steps(run, whole, THROWN[:2], found)
     if not found.checks:
@@ -110,6 +121,44 @@ def _require_same_state_after_throws(run: Run, found: Found) -> None:
                 f"{planned.inputs}: {name} differs on ranks {differing}",
                 STOPPED,
             )
+
+
+def _require_same_state_after_empty_context(run: Run, found: Found) -> None:
+    """Require that a context in which no rank has an input leaves the state of modules and
+    optimizers as it is, as far as ranks hold it alike, and other joins leave it.
+
+    A join may change a state now and then, as in every second context. So the joins of two other
+    contexts, after as many steps and as many joins, show what they change.
+    """
+    # A scenario that brings its own number of ranks has no such contexts.
+    if run.scenario.size:
+        return
+    before, empty, after = EMPTIED[:3]
+    changed = _changed_values(run, before, after)
+    for pair in pairwise(NOT_EMPTIED):
+        changed -= _changed_values(run, *pair)
+    held = [_held(member, "leaving")["digests"] for member in of_context(run, before)]
+    first = of_context(run, empty)[0]
+    for name in sorted(state_of(first, "leaving").keys() & held[0].keys()):
+        is_alike = len({of.get(name) for of in held}) == 1
+        found.require(
+            not is_alike or name not in changed,
+            f"{name} as before a context without inputs on any rank",
+            f"{first}: it has changed {name}, and other joins do not",
+            EMPTY_LEFT,
+        )
+
+
+def _changed_values(run: Run, first_context: int, second_context: int) -> set[str]:
+    """Return the tensors that change between two contexts, on any rank, by name."""
+    changed: set[str] = set()
+    for first, second in zip(
+        of_context(run, first_context), of_context(run, second_context), strict=True
+    ):
+        leaving = _held(first, "leaving")["digests"]
+        begun = _held(second, "begun")["digests"]
+        changed |= {name for name in leaving | begun if leaving.get(name) != begun.get(name)}
+    return changed
 
 
 def _have_thrown(run: Run) -> bool:
@@ -166,8 +215,10 @@ def _pairs(run: Run, whole: Traces, context: int) -> list[tuple[int, list[tuple[
 def _described(run: Run, row: tuple[int, ...], place: int) -> str:
     contexts = [part_contexts(run.scenario, run.world)[context] for context in row[: place + 1]]
     text = f"in a {_NUMBERS[place - 1]} context that begins with step {contexts[-1].begin}"
-    endings = [_ENDINGS[one.ending] for one in contexts[:-1] if one.ending in _ENDINGS]
-    return f"{text}, after {' and '.join(endings)}" if endings else text
+    endings = [
+        _ENDINGS[one.ending] for one in contexts[:-1] if one.ending != ENDS or not max(one.inputs)
+    ]
+    return f"{text}, after {' and '.join(dict.fromkeys(endings))}" if endings else text
 
 
 def _reason_to_differ(run: Run, row: tuple[int, ...]) -> bool:
@@ -186,14 +237,9 @@ def _has_changed(run: Run, first_context: int, second_context: int) -> bool:
             of_context(run, first_context), of_context(run, second_context), strict=True
         )
     ]
-    digests = [(leaving["digests"], begun["digests"]) for leaving, begun in held]
-    changed = {
-        name
-        for leaving, begun in digests
-        for name in {**leaving, **begun}
-        if leaving.get(name) != begun.get(name)
-    }
-    parted = {name for name in changed if len({leaving.get(name) for leaving, _ in digests}) > 1}
+    changed = _changed_values(run, first_context, second_context)
+    digests = [leaving["digests"] for leaving, _ in held]
+    parted = {name for name in changed if len({of.get(name) for of in digests}) > 1}
     return bool(parted) or any(
         leaving[field] != begun[field]
         for leaving, begun in held

@@ -1,9 +1,13 @@
 """The values of a joinable on a rank that joins early: tensors, their elements, and numbers.
 
 The driver finds the values that the steps of the rank change, and its shadows leave as they are. In
-another run of the same context some values go back by one step after the first shadow.
+another run of the same context some values go back by one step after the first shadow. After later
+ones, some tensors get other values: their elements in another order, times a factor below 1. A bit
+that is computed from them, such as whether an element is above the median, is then another one too.
+Values that are not negative remain so, and so do those up to 1.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -36,6 +40,39 @@ class Kept:
     parts: dict[str, Mask] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Mixing:
+    """Some tensors that have gone back by a step get other values after later shadows.
+
+    Attributes:
+        names: of the tensors.
+        draw: draws the values.
+        first: the number of the first such shadow; the first of all shadows is 1.
+        every: the number of shadows from one to the next one.
+    """
+
+    names: frozenset[str]
+    draw: random.Random
+    first: int
+    every: int
+
+    def is_due(self, shadows: int) -> bool:
+        """Whether values change after so many shadows."""
+        return shadows >= self.first and (shadows - self.first) % self.every == 0
+
+    def of(self, value: torch.Tensor, elements: Mask) -> torch.Tensor:
+        """Return a tensor in which each of some elements has the value of another one of them,
+        times a drawn factor from 1/16 to 1.
+        """
+        order = list(range(int(elements.sum())))
+        self.draw.shuffle(order)
+        mixed = value.detach().clone()
+        chosen = mixed[elements.to(value.device)]
+        chosen[order] = chosen[order[1:] + order[:1]]
+        mixed[elements.to(value.device)] = chosen * 2.0 ** self.draw.uniform(-4, 0)
+        return mixed
+
+
 class Watch:
     """The values of a joinable on a rank that joins early.
 
@@ -44,6 +81,7 @@ class Watch:
         numbers: returns the numbers.
         to_set_back: the values that go back by one step after the first shadow; those of a name
             without a mask as a whole.
+        mixing: those that get other values after later shadows.
 
     Attributes:
         kept: of all shadows up to now.
@@ -55,10 +93,13 @@ class Watch:
         read: Read,
         numbers: Callable[[], dict[str, "Number"]],
         to_set_back: dict[str, Mask | None],
+        mixing: Mixing | None = None,
     ) -> None:
         self.read = read
         self.numbers = numbers
         self.to_set_back = to_set_back
+        self.mixing = mixing
+        self.elements: dict[str, Mask] = {}
         self.went_back: dict[str, str] = {}
         self.kept = Kept()
         self.last: dict[str, torch.Tensor] = {}
@@ -91,6 +132,8 @@ class Watch:
                 del self.kept.parts[name]
         if self.shadows == 1:
             self._set_back()
+        if self.mixing and self.mixing.is_due(self.shadows):
+            self._mix(self.mixing)
 
     def _now(self) -> dict[str, torch.Tensor]:
         return self.read() | {name: number.value for name, number in self.numbers().items()}
@@ -109,8 +152,15 @@ class Watch:
                 numbers[name].set(self.previous[name].item())
                 self.went_back[name] = name
             elif elements.any() and _set(tensors[name], self.previous[name], elements):
+                self.elements[name] = elements
                 part = f" ({int(elements.sum())} of {elements.numel()} elements)"
                 self.went_back[name] = name + part * (wanted is not None)
+
+    def _mix(self, mixing: Mixing) -> None:
+        tensors = self.read()
+        for name, elements in self.elements.items():
+            if name in mixing.names and name in tensors:
+                _set(tensors[name], mixing.of(self.previous[name], elements), elements)
 
 
 class Steady:

@@ -8,7 +8,8 @@ context shows it.
 In a context with uneven inputs the driver finds the values that the steps of a rank change, and its
 shadows leave as they are. When the same context is run again, with a new joinable, the driver sets
 some values back by one step after the first shadow: the gradients, and the tensors that all ranks
-hold alike after a join. So the rank holds the values of one that has joined a step earlier.
+hold alike after a join. So the rank holds the values of one that has joined a step earlier. After
+later shadows it mixes the elements of gradients, parameters and their states.
 
 Elements and numbers. Some elements of a tensor may stay in shadows while others change, by chance
 too: no input of a step has a word of an embedding, say. So elements go back by themselves only if
@@ -32,6 +33,7 @@ from conformance.ranks.drivers._joined_values import (
     GRADIENT,
     Kept,
     Mask,
+    Mixing,
     Steady,
     Watch,
     Watching,
@@ -53,8 +55,14 @@ from conformance.scenarios.join_part_draws import (
     part_contexts,
     uneven_contexts,
 )
+from conformance.scenarios.seeds import generator
 
 MANY = 4096  # elements of a parameter whose gradients are told apart
+
+# The first shadow after which values are mixed, and the number of shadows to the next one. In the
+# long contexts, values of a step earlier are in use for thirty steps before that.
+_MIXED = ((2, 2), 1)
+_MIXED_IN_LONG = ((25, 35), 4)
 
 
 class InParts:
@@ -81,6 +89,7 @@ class InParts:
         self.alike: frozenset[str] = frozenset()
         self.changing: dict[str, Mask] = {}
         self.outdated: dict[str, Mask | None] = {}
+        self.of_parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
         """Run all contexts."""
@@ -163,7 +172,10 @@ class InParts:
     def _train_unevenly(self, number: int, context: PartContext, uneven: Uneven) -> None:
         goes_back = number == uneven.outdated
         if uneven.late != self.driver.group_rank:
-            watch = Watch(self._tensors, self._numbers, self.outdated if goes_back else {})
+            watch = Watch(self._tensors, self._numbers, {})
+            if goes_back:
+                mixing = self._mixing(number, context)
+                watch = Watch(self._tensors, self._numbers, self.outdated, mixing)
             self._train(number, context, watch.stepped, watch)
             if goes_back:
                 self.driver.recorder.event("outdated", names=list(watch.went_back.values()))
@@ -184,6 +196,17 @@ class InParts:
             }
             self.outdated = self._outdated(kept, alike, moving)
 
+    def _mixing(self, number: int, context: PartContext) -> Mixing:
+        """Return the parameters, their gradients and states, that get other values.
+
+        A tensor of another kind may be a count, of which the ranks take the largest.
+        """
+        gradients = {name for name in self.outdated if name.startswith(GRADIENT)}
+        names = frozenset(gradients | (self.outdated.keys() & self.of_parameters))
+        draw = generator(self.driver.scenario, f"mixing/{number}")
+        first, every = _MIXED_IN_LONG if context.is_long else _MIXED
+        return Mixing(names, draw, draw.randint(*first), every)
+
     def _outdated(
         self, kept: Kept, alike: frozenset[str], moving: dict[int, Mask]
     ) -> dict[str, Mask | None]:
@@ -202,6 +225,7 @@ class InParts:
         }
         subject = self.made[-1]
         parameters = names_by_parameter(subject, trained_by(subject))
+        self.of_parameters = frozenset(parameters)
         for name, mask in sorted(kept.parts.items()):
             if name in kept.whole or name not in alike or name.startswith(GRADIENT):
                 continue

@@ -27,7 +27,8 @@ from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import (
     DIVISOR,
     HUGE_TRIAL,
-    LARGE_TRIAL,
+    NONE_RAISED,
+    TRIALS,
     breaks_off,
     divides_by_all,
     divisor_in_many,
@@ -211,25 +212,45 @@ class _Joinable(Contexts):
         """Find integers that count up in even inputs; then raise them in a new joinable.
 
         Even inputs show whether it can do with large ones: an integer may be a place in a table.
-        All of this is done once more with integers that int32 has not.
+        All of this is done once more with integers that int32 has not, and with whole numbers in
+        float64.
         """
         counters = Counters(self.driver)
-        for number, inputs in enumerate(self.lengths):
-            if number in (LARGE_TRIAL, LARGE_TRIAL + 1, HUGE_TRIAL, HUGE_TRIAL + 1):
-                self.subject = self._make()
-                counters.raise_in(self.subject, is_huge=number >= HUGE_TRIAL)
-                if not counters.names:
-                    return
-            numbers = Numbers(
-                self.driver, self.subject, functools.partial(self._counted, counters, number)
+        if self._count_in(counters, 0):
+            return
+        refuses_large = False
+        for trial in TRIALS:
+            if trial == HUGE_TRIAL and refuses_large:
+                continue
+            for number in (trial, trial + 1, trial + 2):
+                # Both uneven contexts are those of one joinable.
+                if number < trial + 2:
+                    self.subject = self._make()
+                    if not counters.raise_in(self.subject, trial):
+                        break
+                if self._count_in(counters, number):
+                    if number != trial:
+                        return
+                    refuses_large = True
+                    break
+        if counters.in_float64:
+            self.subject = self._make()
+            self._count_in(counters, NONE_RAISED)
+
+    def _count_in(self, counters: Counters, number: int) -> bool:
+        """Train in a context; return whether an exception has left it."""
+        self._contexts = number
+        numbers = Numbers(
+            self.driver, self.subject, functools.partial(self._counted, counters, number)
+        )
+        inputs = self.own(self.lengths[number])
+        with numbers.watched(number):
+            has_failed = self.run_to_its_error(
+                [self.subject], inputs, [numbers.step], numbers.leaving
             )
-            with numbers.watched(number):
-                has_failed = self.run_to_its_error(
-                    [self.subject], self.own(inputs), [numbers.step], numbers.leaving
-                )
-                numbers.left()
-            if has_failed:
-                return
+            numbers.left()
+            counters.left(self.subject)
+        return has_failed
 
     def _counted(self, counters: Counters, number: int) -> None:
         self._step()

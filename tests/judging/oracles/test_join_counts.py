@@ -8,6 +8,7 @@ from conformance.judging.oracles.join_counts import require_same_counts
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event
 from conformance.records.run import Run
+from conformance.scenarios.join_draws import FLOAT64_TRIAL, NONE_RAISED
 from conformance.scenarios.joins_in_training import COUNTS
 from tests.judging.oracles import test_join as joins
 from tests.made_runs import event, read_failures
@@ -48,8 +49,8 @@ def test_reasons_not_to_judge() -> None:
         found_in(counted("place", error="IndexError: index 268435456")).not_applicable,
     ]
     assert reasons == [
-        "it has no integers that count up in each step",
-        "it refuses large integers that count up: IndexError: index 268435456",
+        "it has no integers, and no whole numbers in float64, that count up in each step",
+        "it refuses large numbers that count up: IndexError: index 268435456",
     ]
 
 
@@ -69,4 +70,38 @@ Actual: rank 0, context 1 with inputs (3, 3): p0 differs on ranks [1]
 Likely cause: an integer beyond 2**24 is handed out, or counted, in float32
 Expected: no exception
 Actual: context 0: OverflowError: too large""",
+    )
+
+
+def tallied(after_join: str, without_large: str = "4.0") -> Run:
+    """Return a run of a joinable with a count in float64 among its attributes.
+
+    Args:
+        after_join: the count on the second rank, after a join with a large one.
+        without_large: the count there, after a join of uneven inputs with a small one.
+    """
+    made = joins.trained()
+    for rank in made.ranks:
+        for one in rank.events:
+            if one["step"] == 1:
+                one["step"] = FLOAT64_TRIAL
+        rank.events.append(Event(event("counts_raised", FLOAT64_TRIAL, names=["tally"], added=3)))
+        is_second = rank.rank == 1
+        for context, value in ((FLOAT64_TRIAL, after_join), (NONE_RAISED, without_large)):
+            values = {"tally": value if is_second else value.replace("5", "4")}
+            rank.events.append(Event(event("counts_left", context, values=values)))
+            rank.events.append(Event(event("came_out", context, error="", same=False)))
+        rank.events.append(Event(event("came_out", 0, error="", same=False)))
+    return replace(made, scenario=COUNTS)
+
+
+def test_numbers_are_the_same_as_far_as_they_are_without_large_ones() -> None:
+    assert not found_in(tallied("9.0")).failures
+    assert not found_in(tallied("5.0", without_large="5.0")).failures
+    expecttest.assert_expected_inline(
+        read_failures(found_in(tallied("5.0")).failures),
+        """\
+Expected: the same tally on all ranks
+Actual: context 7: tally is 4.0, 5.0 on ranks 0 to 1
+Likely cause: a count in float64 is handed out, or counted, in float32 or int32""",
     )

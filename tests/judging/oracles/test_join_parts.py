@@ -13,7 +13,9 @@ from conformance.records.rank_record import Event, RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES, THROWS
 from conformance.scenarios.join_part_draws import (
+    EMPTIED,
     INTERRUPTED,
+    NOT_EMPTIED,
     SCHEDULE,
     SCHEDULE_AFTER_JOINS,
     SECOND_PART,
@@ -31,7 +33,7 @@ CONTEXTS = part_contexts(IN_PARTS, 2)
 UNEVEN = uneven_contexts(IN_PARTS, 2)
 
 # Contexts after another one of the same joinable.
-LATER = (SECOND_PART, *INTERRUPTED[1:], THROWN[1])
+LATER = (SECOND_PART, *INTERRUPTED[1:], THROWN[1], *EMPTIED[1:], *NOT_EMPTIED[1:])
 
 
 def run(scenario: Scenario = IN_PARTS) -> Run:
@@ -102,6 +104,16 @@ def in_second(**fields: Any) -> Run:
 def interrupted(**fields: Any) -> Run:
     """Return the run with other fields in the last of the contexts with an exception."""
     return changed("traced", INTERRUPTED[-1:], lambda one: one.update(fields))
+
+
+def changed_after_no_inputs(*others: int) -> Run:
+    """Return the run in which a context without inputs, and those before others, change a value."""
+    made = run()
+    for rank in made.ranks:
+        for one in rank.all("held", when="begun"):
+            if one["step"] in (EMPTIED[2], *others):
+                one["digests"] = {**one["digests"], "p": "cleared"}
+    return made
 
 
 def without_parameters() -> Run:
@@ -272,17 +284,19 @@ def test_failures_are_described() -> None:
         *in_parts(without_parameters()).failures[:1],
         *in_parts(after_a_throw("p")).failures,
         *in_parts(changed("traced", THROWN[1:2], lambda one: one.update(after=["x"]))).failures,
+        *in_parts(changed("traced", EMPTIED[4:], lambda one: one.update(after=["x"]))).failures,
+        *in_parts(changed_after_no_inputs()).failures,
     ]
     expecttest.assert_expected_inline(
         read_failures(failures),
         """\
 Expected: p as if rank 0 had joined with other values in what shadows there leave as it is
-Actual: rank 1, context 21 with inputs (2, 7): p depends on them
+Actual: rank 1, context 29 with inputs (2, 7): p depends on them
 Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), p,
     ...
 Expected: typical as if rank 0 had joined with other values in what shadows there leave as
     it is
-Actual: rank 1, context 21 with inputs (2, 7): typical depends on them
+Actual: rank 1, context 29 with inputs (2, 7): typical depends on them
 Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), r,
     ...
 Expected: the parameters of 10 steps in one context
@@ -299,7 +313,7 @@ Expected: lr that goes on changing in each step, as in one context
 Actual: rank 0, context 4: lr stays 0.6, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that goes on changing in each step, as in one context
-Actual: rank 0, context 23: lr stays 0.7, as at the join before
+Actual: rank 0, context 31: lr stays 0.7, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that changes in 133 steps of a context, as in those of the first one
 Actual: rank 0, context 12: lr stays 0.1, as at the join before
@@ -322,7 +336,16 @@ Expected: the parameters of 10 steps in one context
 Actual: rank 1, step 2, in a second context that begins with step 2, after one that
     throw_on_early_termination has ended: other parameters afterwards
 Likely cause: a step that notify_join_context() has stopped is counted, or begun, on some
-    ranks""",
+    ranks
+Expected: the parameters of 10 steps in one context
+Actual: rank 1, step 4, in a fifth context that begins with step 4, after one without
+    inputs: other parameters afterwards
+Likely cause: an update that is pending, momentum or another state is lost between
+    contexts
+Expected: p as before a context without inputs on any rank
+Actual: rank 0, context 19 with inputs (0, 0): it has changed p, and other joins do not
+Likely cause: a context in which no rank has an input clears a state, or hands out one
+    that no rank has had""",
     )
 
 
@@ -348,6 +371,23 @@ def test_ranks_may_part_after_an_early_end_as_they_do_without_one() -> None:
     for one in did_not_throw.ranks[0].all("came_out"):
         one["error"] = ""
     assert not in_parts(did_not_throw).failures
+
+
+def test_other_joins_may_change_what_a_context_without_inputs_changes() -> None:
+    assert in_parts(changed_after_no_inputs()).failures
+    for context in NOT_EMPTIED[1:]:
+        assert not in_parts(changed_after_no_inputs(context)).failures
+
+
+def test_contexts_without_inputs_are_drawn() -> None:
+    for seed in range(40):
+        contexts = part_contexts(replace(IN_PARTS, session_seed=seed), 2)
+        row = [contexts[number] for number in EMPTIED]
+        assert [one.inputs[0] > 0 for one in row] == [True, False, True, False, True]
+        for last in (row[4], contexts[NOT_EMPTIED[2]]):
+            assert last.begin + last.inputs[0] == contexts[WHOLE].inputs[0]
+        assert [one.is_new for one in row] == [True, False, False, False, False]
+        assert contexts[NOT_EMPTIED[0]].inputs == row[0].inputs
 
 
 def test_contexts_that_throw_are_drawn() -> None:
