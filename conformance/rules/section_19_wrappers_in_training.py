@@ -155,14 +155,17 @@ def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.23",),
     source="torch documentation, torch.Tensor.backward: retain_graph",
     remedy="saved tensors that the first backward frees, clears or overwrites; a state of the "
-    "generator that the first recomputation frees, or that the next one goes on from",
+    "generator that the first recomputation frees, that the next one goes on from, or that is kept "
+    "for the block and not for each graph",
 )
 def retained(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With retain_graph=True, another backward of the same graph adds the gradients that it adds
     without the wrapper, or the wrapper raises an error.
 
     In later steps blocks have dropout, whose share is drawn, and each of three backwards has the
-    mask of the forward. With the claim draws_anew this is required of the steps without dropout.
+    mask of the forward. So it has if two graphs of the same blocks have three backwards each, in
+    turns, and if three graphs have two or three in a drawn order. With the claim draws_anew this is
+    required of the steps without dropout. The steps before an error are right.
     """
     anew = claims.has("draws_anew")
     require_same_or_refused(runs, found, steps_compared=RETAINS_MASKS if anew else None)

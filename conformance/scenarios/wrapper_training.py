@@ -20,7 +20,7 @@ wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are r
 wrapper_written  the order of the ways to change a tensor of a block that has run
 wrapper_half     the blocks that get their input by keyword; the order of forwards under several
                  settings of autocast, and of their backwards
-wrapper_retained the share of dropout
+wrapper_retained the share of dropout; the numbers of backwards of three graphs, and their order
 wrapper_long     300 to 380 steps, with batches of 1 to 12 rows; for each block the step from which
                  on it draws random numbers; the steps before which the network is evaluated
 """
@@ -114,14 +114,16 @@ MANY = replace(
 RETAINED = replace(
     PLAIN,
     name="wrapper_retained",
-    summary="two backwards of one graph, with retain_graph=True, and three if blocks have dropout",
-    steps=("normal",) * 4,
+    summary="two backwards of one graph, with retain_graph=True, and three if blocks have dropout; "
+    "two graphs at once, and three, with several backwards each",
+    steps=("normal",) * 6,
     world_sizes=(2,),
     variant="training_retained",
 )
 
-# The first step of ``wrapper_retained`` with dropout.
+# The first steps of ``wrapper_retained`` with dropout, and with several graphs.
 RETAINS_MASKS = 2
+RETAINS_GRAPHS = 4
 
 
 def retained_share(scenario: Scenario, step: int) -> float:
@@ -129,6 +131,21 @@ def retained_share(scenario: Scenario, step: int) -> float:
     if step < RETAINS_MASKS:
         return 0.0
     return generator(scenario, f"share/{step}").uniform(0.1, 0.5)
+
+
+def order_of_backwards(scenario: Scenario, step: int) -> tuple[int, ...]:
+    """Return the number of the graph of each backward in a step of ``wrapper_retained``.
+
+    One graph has two backwards, and with dropout three. Then two graphs have three, in turns, and
+    three graphs have two or three in a drawn order.
+    """
+    if step < RETAINS_GRAPHS:
+        return (0,) * (2 if step < RETAINS_MASKS else 3)
+    draw = generator(scenario, f"backwards/{step}")
+    if step == RETAINS_GRAPHS:
+        return tuple(draw.sample((0, 1), 2)) * 3
+    order = [graph for graph in range(3) for _ in range(draw.randint(2, 3))]
+    return tuple(draw.sample(order, len(order)))
 
 
 PENALTY = replace(

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.mutants import Mutant
-from tests.mutants.wrappers import Forward, calls
+from tests.mutants.wrappers import Around, Forward, calls
 
 Setting = tuple[bool, torch.dtype]
 
@@ -140,6 +140,89 @@ def seeds_the_third_recomputation(module: torch.nn.Module) -> torch.nn.Module:
     return _recomputes_from(change)(module)
 
 
+class InTurns(Around):
+    """A checkpoint; the first recomputation of a graph is right, and the block has one store for
+    the next ones of all graphs.
+
+    Args:
+        module: the module.
+        least: the number of right recomputations of each graph.
+    """
+
+    least = 1
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.stored: Any = None
+
+    def store(self, args: tuple[Any, ...]) -> Any:
+        """Return what a graph keeps for its recomputations."""
+        return torch.get_rng_state()
+
+    def run_again(self, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        torch.set_rng_state(stored)
+        return self.module(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.store(args)
+        count = -1
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 0:
+                return self.module(*args, **kwargs)
+            if count <= self.least:
+                self.stored = own
+            with torch.random.fork_rng(devices=[]):
+                return self.run_again(self.stored, args, kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+class TakesTheThirdMaskOfAnyGraph(InTurns):
+    """A graph has its own state of the generator for two backwards."""
+
+    least = 2
+
+
+class KeepsOneInput(InTurns):
+    """The block keeps its input for later backwards, and each graph for its first one."""
+
+    def store(self, args: tuple[Any, ...]) -> Any:
+        return torch.get_rng_state(), args
+
+    def run_again(self, stored: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, kept = stored
+        torch.set_rng_state(state)
+        return self.module(*kept, **kwargs)
+
+
+class HasRoomForTwoStates(Around):
+    """A checkpoint that keeps the states of the generator of the last two graphs."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.states: list[torch.Tensor] = []
+        self.graphs = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place = self.graphs % 2
+        self.graphs += 1
+        self.states[place:] = [torch.get_rng_state(), *self.states[place + 1 :]]
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not ran:
+                ran.append(True)
+                return self.module(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.states[place])
+                return self.module(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
 MUTANTS = [
     *(
         Mutant(name, ("19.30",), "recomputes, reentrant", kind="wrapper")
@@ -151,6 +234,12 @@ MUTANTS = [
     ),
     *(
         Mutant(name, ("19.26",), "recomputes", kind="wrapper")
-        for name in ("goes_on_from_the_last_recomputation", "seeds_the_third_recomputation")
+        for name in (
+            "goes_on_from_the_last_recomputation",
+            "seeds_the_third_recomputation",
+            "TakesTheThirdMaskOfAnyGraph",
+            "KeepsOneInput",
+            "HasRoomForTwoStates",
+        )
     ),
 ]

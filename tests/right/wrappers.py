@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import hooks_ref
 from tests.careful_checkpoint import careful_checkpoint
+from tests.mutants.wrappers import Around
 from tests.right import Right
 
 
@@ -331,6 +332,33 @@ def once(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+class RefusesInTurns(Around):
+    """A checkpoint that keeps one state of the generator; a graph raises an error in a second
+    backward if another one has run in between.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.last: list[bool] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = torch.get_rng_state()
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran.append(True)
+            if len(ran) == 1:
+                return self.module(*args, **kwargs)
+            if len(ran) > 2 and self.last is not ran:
+                raise RuntimeError("another graph of this block has had a backward since")
+            self.last = ran
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(before)
+                return self.module(*args, **kwargs)
+
+        return careful_checkpoint(run, *args, preserve_rng_state=False, **kwargs)
+
+
 class Composed:
     """A callable object that puts one wrapper around another."""
 
@@ -353,5 +381,6 @@ RIGHT = [
     Right("narrow_if_exact", kind="wrapper"),
     Right("in_a_pool", kind="wrapper"),
     Right("once", "recomputes", kind="wrapper"),
+    Right("RefusesInTurns", "recomputes", kind="wrapper"),
     Right("seeds_by_a_count", "recomputes, draws_anew", kind="wrapper"),
 ]

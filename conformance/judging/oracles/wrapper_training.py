@@ -173,8 +173,8 @@ def require_same_or_refused(runs: Runs, found: Found, steps_compared: int | None
         found: receives the findings.
         steps_compared: limits the steps that are compared.
 
-    A run may end with an error, or leave out steps by one. An error that there is without the
-    wrapper too is not worth a note.
+    A run may end with an error, or leave out steps by one; the steps before it are compared. An
+    error that there is without the wrapper too is not worth a note.
     """
     errors: list[str] = []
     for name, run, plain in pairs(runs):
@@ -184,9 +184,10 @@ def require_same_or_refused(runs: Runs, found: Found, steps_compared: int | None
         for event in (*refused, *own)[:1]:
             errors.append(event["error"])
             _note_error(name, event, found)
-        if refused:
-            continue
         steps = {event["step"] for event in declined}
+        if refused:
+            first = min(event["step"] for event in refused)
+            steps |= {*range(first, len(run.scenario.steps))}
         both = {name: _without(run, steps), f"vanilla-{name}": _without(plain, steps)}
         require_same_training(both, found, steps=steps_compared)
     if errors and not found.checks:
@@ -254,7 +255,7 @@ def _without(run: Run, steps: set[int]) -> Run:
             events=[
                 event
                 for event in rank.events
-                if event["event"] != "declined" or event["step"] not in steps
+                if event["event"] not in ("declined", "refused") or event["step"] not in steps
             ],
             tensors={
                 key: tensor

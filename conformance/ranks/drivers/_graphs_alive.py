@@ -16,11 +16,15 @@ from conformance.scenarios.wrapper_training import (
     FORWARD_UNDER,
     OTHER_FORWARD,
     has_one_backward,
+    order_of_backwards,
     orders_of_settings,
+    retained_share,
 )
 
 Draw = Callable[[Sequence[int]], torch.Tensor]
 Keep = Callable[[str, torch.Tensor | None], None]
+
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 def evaluate_between(net: Any, step: int, x: torch.Tensor) -> None:
@@ -77,32 +81,45 @@ def _setting(name: str, device: str) -> AbstractContextManager[Any]:
 def run_retained(
     net: Any,
     inside: Sequence[Any],
-    share: float,
-    x: torch.Tensor,
+    scenario: Scenario,
+    step: int,
+    make_input: Callable[[], torch.Tensor],
     draw: Draw,
     keep: Keep,
     keep_gradients: Callable[[str], None],
 ) -> None:
-    """Run the backward of one graph two or three times, with other gradients of the output.
+    """Run several backwards of one graph or more, with other gradients of the output.
 
     Args:
         net: the network.
         inside: its blocks, without the wrapper.
-        share: that of dropout in blocks; with dropout there are three backwards.
-        x: the input.
+        scenario: decides the share of dropout in blocks, and the order of backwards.
+        step: the number of the step.
+        make_input: makes the input of a graph.
         draw: draws a gradient.
         keep: records a result.
         keep_gradients: records the gradients of parameters.
     """
+    share = retained_share(scenario, step)
+    order = order_of_backwards(scenario, step)
+    inputs = [make_input() for _ in {*order}]
     first, _, third, last = inside
     first.dropout.p = third.dropout.p = last.settings["drop"] = share
     WATCH.phase = "forward"
-    output = net(x)
-    keep("output/0", output)
+    outputs = [net(x) for x in inputs]
+    for graph, output in enumerate(outputs):
+        keep(f"output/{graph}", output)
     WATCH.phase = "backward"
-    for moment in ("first", "second")[: 2 if share else 1]:
-        output.backward(draw(output.shape), retain_graph=True)
-        keep(f"input/after the {moment} backward", x.grad)
-        keep_gradients(f" after the {moment} backward")
-    output.backward(draw(output.shape))
-    keep("input/0", x.grad)
+    for place, graph in enumerate(order):
+        if len(inputs) > 1:
+            # A sum of many gradients would be further away from the one without the wrapper.
+            for tensor in (*inputs, *net.parameters()):
+                tensor.grad = None
+        is_over = graph not in order[place + 1 :]
+        outputs[graph].backward(draw(outputs[graph].shape), retain_graph=not is_over)
+        if place + 1 < len(order):
+            number = f"{graph} " * (len(inputs) > 1)
+            moment = f"after the {_ORDINALS[place]} backward"
+            keep(f"input/{number}{moment}", inputs[graph].grad)
+            keep_gradients(f" {moment}")
+    keep(f"input/{order[-1]}", inputs[order[-1]].grad)

@@ -294,12 +294,10 @@ class WrapperTraining:
         return random.Random(key).sample(range(count), count)
 
     def _retained(self) -> None:
-        """Run several backwards of one graph; in later steps blocks have dropout."""
-        share = retained_share(self._scenario, self._driver.recorder.step)
-        x = self._input()
-        run_retained(
-            self._net, self._inside, share, x, self._drawn, self._keep, self._keep_gradients
-        )
+        """Run several backwards of one graph, or of more; in later steps blocks have dropout."""
+        step = self._driver.recorder.step
+        functions = (self._input, self._drawn, self._keep, self._keep_gradients)
+        run_retained(self._net, self._inside, self._scenario, step, *functions)
 
     def _half(self) -> None:
         """Run one forward under autocast to float16, or several under other settings each."""
