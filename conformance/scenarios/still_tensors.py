@@ -17,7 +17,7 @@ _FLOATING = {
     "float16": (10, -14, 15),
     "bfloat16": (7, -120, 120),
 }
-# Bits, of which the first is always set.
+# Bits; the first is always set.
 _INTEGERS = {"int64": 63, "int32": 31, "uint8": 8}
 # Of both precisions: the smallest subnormal, and numbers beyond the range of float16.
 _EXTREMES = {
@@ -73,7 +73,7 @@ def frozen_names(session_seed: int) -> list[str]:
 
 
 def _numbers(dtype: str, numbers: random.Random) -> list[float]:
-    """Return drawn numbers of either sign; no narrower dtype holds any of them."""
+    """Return drawn numbers of either sign, which no narrower dtype holds."""
     return [_number(dtype, numbers) for _ in range(numbers.randint(2, _MOST))]
 
 
