@@ -14,7 +14,7 @@ While a layer is in evaluation mode (``scenarios/buffer_forms.py``), u leaves it
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -26,11 +26,9 @@ from conformance.records.run import Run
 from conformance.scenarios.buffer_forms import (
     CHANNELS_LAST,
     CONTIGUOUS,
-    MODEL,
     TRANSPOSED,
     forms,
     is_updated,
-    modes,
 )
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.model_buffers import UPDATED, Update, update_of
@@ -67,8 +65,6 @@ def require_buffers(run: Run, found: Found) -> None:
         got = {name: value_of(tensors[_key(step, name)], name) for name in names}
         wrong = [one for one in names if got[one] not in _right_values(run, rank, step, one)]
         cause = _cause(run, rank, step, wrong, got) if wrong else ""
-        if not found.failures and _is_by_mode(run.scenario, step, wrong, got):
-            cause = "buffers are sent by the mode of the model: DDP sends them in any"
         for name in names:
             found.require(
                 name not in wrong,
@@ -76,16 +72,6 @@ def require_buffers(run: Run, found: Found) -> None:
                 f"rank {rank}, step {step}: {_shown(got[name])}",
                 cause,
             )
-
-
-def _is_by_mode(scenario: Scenario, step: int, wrong: list[str], names: Iterable[str]) -> bool:
-    """Whether no buffer has been sent since a step, and the model was in evaluation mode.
-
-    Between earlier steps, in which it was not, buffers have been sent.
-    """
-    if step < 2 or all(modes(scenario, at)[MODEL] for at in (step - 1, step)):
-        return False
-    return set(wrong) == {name for name in names if is_updated(scenario, step - 1, name)}
 
 
 def _key(step: int, name: str) -> str:
