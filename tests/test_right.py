@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from conformance.rules import book
 from conformance.session.engine import Engine
 from conformance.subjects.claims import parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
+from tests import right
 from tests.cases import (
     Case,
     Judgements,
@@ -27,7 +29,7 @@ from tests.cases import (
 from tests.right import Right, catalogue
 
 
-def case(turn: int, module: str, right: Right) -> Case:
+def case(turn: int, module: str, subject: Right) -> Case:
     """Return the case of a right subject, at the world sizes that show most for their time.
 
     A subject that differs from another in one respect only is judged by the sections about it. The
@@ -36,28 +38,28 @@ def case(turn: int, module: str, right: Right) -> Case:
     Args:
         turn: the number of the subject, which decides the rules that it is judged by.
         module: the module of the subject.
-        right: the subject.
+        subject: the subject.
     """
     worlds = (1, 2)
-    if "local" in right.claims:
+    if "local" in subject.claims:
         worlds = (2, 3)  # of two ranks, a pair is all of them
-    if least := re.search(r"min_world_size\((\d)\)", right.claims):
+    if least := re.search(r"min_world_size\((\d)\)", subject.claims):
         worlds = (1, int(least[1]))
     rules = tuple(
-        number for number, rule in book(right.kind).items() if rule.section in right.sections
-    ) or affordable(book(right.kind, "cpu"), turn)
+        number for number, rule in book(subject.kind).items() if rule.section in subject.sections
+    ) or affordable(book(subject.kind, "cpu"), turn)
     case = Case(
-        f"{module}:{right.name}",
-        right.claims,
-        right.state,
-        right.setup,
+        f"{module}:{subject.name}",
+        subject.claims,
+        subject.state,
+        subject.setup,
         worlds,
-        kind=right.kind,
+        kind=subject.kind,
     )
     return by_a_part(case, rules)
 
 
-CASES = [case(turn, module, right) for turn, (module, right) in enumerate(catalogue())]
+CASES = [case(turn, *entry) for turn, entry in enumerate(catalogue())]
 
 
 def watched() -> list[Case]:
@@ -67,7 +69,7 @@ def watched() -> list[Case]:
     fault of the kit in one run fails them for every subject: those of other kinds than hooks have
     all short runs of the book.
     """
-    last = {right.kind: number for number, (_, right) in enumerate(catalogue())}
+    last = {subject.kind: number for number, (_, subject) in enumerate(catalogue())}
     cases = []
     for kind, number in last.items():
         rules = book(kind, "cpu")
@@ -103,11 +105,17 @@ def whole() -> list[Case]:
     cases draw may leave it out for that promise.
     """
     first: dict[str, Case] = {}
-    for (_, right), case in zip(catalogue(), CASES, strict=True):
+    for (_, subject), case in zip(catalogue(), CASES, strict=True):
         # Exact hooks have no promise: test_ci.py certifies the reference, at all world sizes.
-        if promise(case) and not (case.kind == HOOK and right.sections):
+        if promise(case) and not (case.kind == HOOK and subject.sections):
             first.setdefault(promise(case), replace(case, rules=(), short_rules=()))
     return list(first.values())
+
+
+def test_every_module_is_in_the_catalogue() -> None:
+    folder = Path(right.__file__).parent
+    having = {file.stem for file in folder.glob("*.py") if "\nRIGHT = " in file.read_text()}
+    assert having == {module.rpartition(".")[2] for module, _ in catalogue()}
 
 
 @pytest.mark.parametrize("case", in_turns(CASES, 60), ids=str)
@@ -145,11 +153,11 @@ def at_sizes() -> list[Any]:
                 partly=True,
                 alone=True,
             ),
-            marks=[pytest.mark.rarely] * (not AT_SIZES[right.name]),
+            marks=[pytest.mark.rarely] * (not AT_SIZES[subject.name]),
             id=promise(case) + "-after-a-warm-up" * ("warmup" in case.claims),
         )
-        for (_, right), case in zip(catalogue(), CASES, strict=True)
-        if right.name in AT_SIZES and right.kind == HOOK
+        for (_, subject), case in zip(catalogue(), CASES, strict=True)
+        if subject.name in AT_SIZES and subject.kind == HOOK
     ]
 
 

@@ -78,6 +78,9 @@ _MODULES = (
     "paths_of_groups",
     "bounded",
     "warm_ups",
+    "wrappers_of_seldom_seen",
+    "wrappers_of_written_inputs",
+    "collectives_on_other_paths",
 )
 
 
