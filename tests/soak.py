@@ -9,8 +9,7 @@ Not part of the test run: a rule that is wrong once in twenty runs is found here
 scenarios from a seed of its own.
 
 Twenty runs take longer than a working day on two cores. ``--record FILE`` adds a line for each run
-to a file, so that runs of several days count together: ``soak_runs.jsonl`` is the record of this
-repository.
+to a file, so that runs of several days count together.
 """
 
 import argparse
