@@ -1,8 +1,9 @@
 """Frozen parameters and buffers of the small network that nothing in a step changes.
 
-They are of many dtypes. Some values no narrower dtype holds: a copy in float32, or in any other
-dtype than their own, changes bits. Others are not finite, large or subnormal, as those of a causal
-mask, or of an observer that has seen nothing yet. All but these extremes are drawn.
+Buffers are of many dtypes, and parameters of that of the network. Some values no narrower dtype
+holds: a copy in float32, or in any other dtype than their own, changes bits. Others are not finite,
+large or subnormal, as those of a causal mask, or of an observer that has seen nothing yet. All but
+these extremes are drawn.
 """
 
 import math
@@ -64,7 +65,8 @@ def still_tensors(session_seed: int, *, frozen: bool) -> list[StillTensor]:
         StillTensor(f"{purpose}_extremes_{dtype}", dtype, values)
         for dtype, values in _EXTREMES.items()
     ]
-    return made
+    # torch's ZeroRedundancyOptimizer takes parameters of one dtype alone, frozen ones too.
+    return [one for one in made if one.dtype == "float32"] if frozen else made
 
 
 def frozen_names(session_seed: int) -> list[str]:

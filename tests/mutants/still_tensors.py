@@ -48,16 +48,14 @@ def clips_frozen(state: Model, bucket: Bucket) -> Result:
     """Clip weights that are not trained, too, to the range of float32."""
     largest = torch.finfo(torch.float32).max
     for parameter in state.frozen if bucket.is_last() else ():
-        if parameter.dtype in (torch.float32, torch.float64):
-            parameter.clamp_(-largest, largest)
+        parameter.clamp_(-largest, largest)
     return average(bucket, None)
 
 
-def counts_frozen_in_int32(state: Model, bucket: Bucket) -> Result:
-    """Write frozen tables of integers back from int32."""
+def rounds_frozen_to_bfloat16(state: Model, bucket: Bucket) -> Result:
+    """Write weights that are not trained back from bfloat16."""
     for parameter in state.frozen if bucket.is_last() else ():
-        if parameter.dtype == torch.int64:
-            parameter.copy_(parameter.int())
+        parameter.copy_(parameter.bfloat16())
     return average(bucket, None)
 
 
@@ -99,7 +97,7 @@ MUTANTS = [
             "halves_in_bfloat16",
             "phases_of_length_one",
             "clips_frozen",
-            "counts_frozen_in_int32",
+            "rounds_frozen_to_bfloat16",
             "renews_buffers",
             "swaps_memory_of_buffers",
         )
