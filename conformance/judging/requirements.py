@@ -1,6 +1,6 @@
 """Requirements that rules of several sections share; each records its findings in a ``Found``."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -193,9 +193,7 @@ def require_same_gaps(run: Run, views: str, found: Found) -> None:
             )
 
 
-def require_same_memory(
-    run: Run, found: Found, steps: int = 0, only: Container[str] | None = None
-) -> None:
+def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
     """Require that a backward leaves parameters and buffers in their memory.
 
     A subject may lay out parameters in some steps first, and in two more: DDP rebuilds its buckets
@@ -206,17 +204,13 @@ def require_same_memory(
         run: the run.
         found: the findings of the rule.
         steps: the first steps of each rank, which are not judged.
-        only: the names of the parameters that are judged; None for all of them.
     """
     if run.scenario.renews_storage or run.scenario.rewraps:
         return
     steps += 3 if run.scenario.ddp.static_graph else 2
     for rank in run.ranks:
         for stepped in list(rank.all("stepped"))[steps:]:
-            moved = stepped.get("parameters_moved", [])
-            if only is not None:
-                moved = [name for name in moved if name in only]
-            moved = [*moved, *stepped.get("buffers_moved", [])]
+            moved = stepped.get("parameters_moved", []) + stepped.get("buffers_moved", [])
             found.require(
                 not moved,
                 "parameters and buffers in the memory that they were in",

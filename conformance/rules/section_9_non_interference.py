@@ -11,7 +11,6 @@ from conformance.records.run import Run
 from conformance.scenarios.hook import BUCKETS, LONG, SCHEDULES, TRAINING, VALUES
 from conformance.scenarios.process import HEAVY, HEAVY_HALF
 from conformance.scenarios.profiles import CUDA
-from conformance.scenarios.still_tensors import frozen_names
 from conformance.subjects.claims import Claims
 
 OUTPUT_PER_CALL = 64 * 1024  # bytes; a warning with its traceback is about 2 KiB
@@ -72,15 +71,15 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
 def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
     however large the parameter is, and no bit of a buffer of the model during the backward. Some
-    buffers and frozen parameters are not finite, as a causal mask, others large or subnormal.
-    Buffers are of float64, float32, float16, bfloat16, complex64, int64, int32, uint8 and bool,
-    with drawn values that no narrower dtype holds: of 53 bits, and beyond 2**62. From the third
-    step on, parameters and buffers stay in their memory, which others may share.
+    buffers are not finite, as a causal mask, others large or subnormal. They are of float64,
+    float32, float16, bfloat16, complex64, int64, int32, uint8 and bool, with drawn values that no
+    narrower dtype holds: of 53 bits, and beyond 2**62. From the third step on, parameters and
+    buffers stay in their memory, which others may share.
 
     Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """
     frozen = _frozen_at_some_step(run)
-    if claims.fused and not frozen:
+    if claims.fused and run.scenario.name != TRAINING.name and not frozen:
         found.does_not_apply(
             f"a fused hook steps the parameters: 13.6 judges them, also before step {claims.after}"
         )
@@ -95,15 +94,13 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
                 changed = [name for name in changed if stepped["step"] in frozen.get(name, ())]
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
-    if not claims.fused or run.scenario.name == TRAINING.name:
-        require_same_memory(run, found, only=frozen if claims.fused else None)
+    if not claims.fused:
+        require_same_memory(run, found)
 
 
 def _frozen_at_some_step(run: Run) -> dict[str, Sequence[int]]:
     """Return the steps in which parameters are frozen, by the names of those that ever are."""
     steps = range(len(run.scenario.steps))
-    if run.scenario.name == TRAINING.name:
-        return dict.fromkeys(frozen_names(run.scenario.session_seed), steps)
     frozen = {
         run.parameter_name(index): [step for step in steps if run.scenario.is_frozen(index, step)]
         for index in range(len(run.scenario.params))

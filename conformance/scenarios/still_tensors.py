@@ -1,9 +1,11 @@
-"""Frozen parameters and buffers of the small network that nothing in a step changes.
+"""Buffers of the small network that nothing in a step changes.
 
-Buffers are of many dtypes, and parameters of that of the network. Some values no narrower dtype
-holds: a copy in float32, or in any other dtype than their own, changes bits. Others are not finite,
-large or subnormal, as those of a causal mask, or of an observer that has seen nothing yet. All but
-these extremes are drawn.
+They are of many dtypes. Some values no narrower dtype holds: a copy in float32, or in any other
+dtype than their own, changes bits. Others are not finite, large or subnormal, as those of a causal
+mask, or of an observer that has seen nothing yet. All but these extremes are drawn.
+
+Frozen parameters are no part of the network: torch's ZeroRedundancyOptimizer takes parameters of
+one dtype alone, and its optimizers in the backward take none that are frozen.
 """
 
 import math
@@ -30,7 +32,7 @@ _MOST = 9  # elements
 
 @dataclass(frozen=True)
 class StillTensor:
-    """A frozen parameter or a buffer.
+    """A buffer.
 
     Attributes:
         name: its name in the first layer.
@@ -43,14 +45,13 @@ class StillTensor:
     values: tuple[Any, ...]
 
 
-def still_tensors(session_seed: int, *, frozen: bool) -> list[StillTensor]:
-    """Return the frozen parameters of the network, or the buffers.
+def still_tensors(session_seed: int) -> list[StillTensor]:
+    """Return the buffers of the network.
 
     Args:
         session_seed: the session's seed, which the values are drawn from.
-        frozen: return the parameters.
     """
-    purpose = "frozen" if frozen else "still"
+    purpose = "still"
     numbers = random.Random(f"{session_seed}/{purpose}")
     drawn: dict[str, list[Any]] = {
         dtype: _numbers(dtype, numbers) for dtype in (*_FLOATING, *_INTEGERS)
@@ -65,13 +66,7 @@ def still_tensors(session_seed: int, *, frozen: bool) -> list[StillTensor]:
         StillTensor(f"{purpose}_extremes_{dtype}", dtype, values)
         for dtype, values in _EXTREMES.items()
     ]
-    # torch's ZeroRedundancyOptimizer takes parameters of one dtype alone, frozen ones too.
-    return [one for one in made if one.dtype == "float32"] if frozen else made
-
-
-def frozen_names(session_seed: int) -> list[str]:
-    """Return the names that the frozen parameters have in the network."""
-    return [f"0.{one.name}" for one in still_tensors(session_seed, frozen=True)]
+    return made
 
 
 def _numbers(dtype: str, numbers: random.Random) -> list[float]:

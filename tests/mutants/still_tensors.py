@@ -1,6 +1,4 @@
-"""Mutants of rule 9.2: buffers of other dtypes than float32, frozen parameters, and buffers that
-move.
-"""
+"""Mutants of rule 9.2: buffers of other dtypes than float32, and buffers that move."""
 
 from typing import Any
 
@@ -8,15 +6,13 @@ import torch
 
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average
-from tests.mutants.optimizers import _fused, _sgd
 
 
 class Model:
-    """A hook's state that knows the buffers and the frozen parameters of the model."""
+    """A hook's state that knows the buffers of the model."""
 
     def __init__(self, model: Any) -> None:
         self.buffers = list(model.buffers())
-        self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self.step = 0
 
 
@@ -44,21 +40,6 @@ def phases_of_length_one(state: Model, bucket: Bucket) -> Result:
     return average(bucket, None)
 
 
-def clips_frozen(state: Model, bucket: Bucket) -> Result:
-    """Clip weights that are not trained, too, to the range of float32."""
-    largest = torch.finfo(torch.float32).max
-    for parameter in state.frozen if bucket.is_last() else ():
-        parameter.clamp_(-largest, largest)
-    return average(bucket, None)
-
-
-def rounds_frozen_to_bfloat16(state: Model, bucket: Bucket) -> Result:
-    """Write weights that are not trained back from bfloat16."""
-    for parameter in state.frozen if bucket.is_last() else ():
-        parameter.copy_(parameter.bfloat16())
-    return average(bucket, None)
-
-
 def renews_buffers(state: Model, bucket: Bucket) -> Result:
     """Give buffers of float64 new memory in every third step."""
     state.step += bucket.is_last()
@@ -79,14 +60,6 @@ def swaps_memory_of_buffers(state: Model, bucket: Bucket) -> Result:
     return average(bucket, None)
 
 
-def renews_frozen(state: Model, bucket: Bucket) -> Result:
-    """Step right, and give the frozen parameters new memory in every third step."""
-    state.step += bucket.is_last()
-    for parameter in state.frozen if bucket.is_last() and state.step % 3 == 0 else ():
-        parameter.data = parameter.data.clone()
-    return _fused(None, bucket, _sgd)
-
-
 _MODEL = f"{__name__}:Model"
 
 MUTANTS = [
@@ -96,11 +69,8 @@ MUTANTS = [
             "counts_in_double",
             "halves_in_bfloat16",
             "phases_of_length_one",
-            "clips_frozen",
-            "rounds_frozen_to_bfloat16",
             "renews_buffers",
             "swaps_memory_of_buffers",
         )
     ),
-    Mutant("renews_frozen", ("9.2",), "fused(SGD, lr=0.1), world_only", _MODEL),
 ]

@@ -193,7 +193,7 @@ def _looked_up(rows: torch.Tensor, grad: torch.Tensor, place: int) -> torch.Tens
 def training_network(session_seed: int) -> nn.Module:
     """Return a network with batch norm, its weights fixed without any random state.
 
-    It has a causal mask, and the frozen parameters and buffers of ``scenarios/still_tensors.py``.
+    It has a causal mask, and the buffers of ``scenarios/still_tensors.py``.
 
     Args:
         session_seed: the session's seed.
@@ -212,17 +212,10 @@ def training_network(session_seed: int) -> nn.Module:
     model[0].register_buffer("mask", torch.full((hidden, hidden), -math.inf).triu(1))
     # With a fault, DDP sends no complex tensors.
     takes_complex = not faults_of(torch.__version__)
-    for frozen in (False, True):
-        for still in still_tensors(session_seed, frozen=frozen):
-            dtype = getattr(torch, still.dtype)
-            if dtype.is_complex and not takes_complex:
-                continue
-            tensor = torch.tensor(still.values, dtype=dtype)
-            if frozen:
-                tensor = nn.Parameter(tensor, requires_grad=False)
-                model[0].register_parameter(still.name, tensor)
-            else:
-                model[0].register_buffer(still.name, tensor)
+    for still in still_tensors(session_seed):
+        dtype = getattr(torch, still.dtype)
+        if takes_complex or not dtype.is_complex:
+            model[0].register_buffer(still.name, torch.tensor(still.values, dtype=dtype))
     return model
 
 
