@@ -294,7 +294,7 @@ def averages_buffers(state: _WithModel, bucket: Bucket) -> Result:
 def counts_two_batches(state: _WithModel, bucket: Bucket) -> Result:
     """Keep the number of batches that a BatchNorm has seen at two, for a cumulative average."""
     for buffer in state.buffers:
-        if not buffer.is_floating_point():
+        if buffer.dtype == torch.int64:
             buffer.clamp_(max=2)
     return average(bucket, None)
 
