@@ -1,7 +1,5 @@
 """Section 9: state of the process and the model that a hook must not touch."""
 
-from collections.abc import Sequence
-
 from conformance.judging.oracles.growth import memory_growth
 from conformance.judging.requirements import require_same_memory
 from conformance.judging.rule import SHOULD, rule
@@ -98,7 +96,7 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
         require_same_memory(run, found)
 
 
-def _frozen_at_some_step(run: Run) -> dict[str, Sequence[int]]:
+def _frozen_at_some_step(run: Run) -> dict[str, list[int]]:
     """Return the steps in which parameters are frozen, by the names of those that ever are."""
     steps = range(len(run.scenario.steps))
     frozen = {
