@@ -117,6 +117,8 @@ def takes(case: Case, worlds: tuple[int, ...]) -> bool:
 def _usual_worlds(case: Case) -> tuple[int, ...]:
     if ".exact:" in case.target:
         return (1, 2, 3, 4)
+    if subject_and_claims(case)[1].min_world_size == 2:
+        return (1, 2, 3)  # it has to refuse a single rank
     return (2, 3) if takes(case, (2, 3)) else case.worlds
 
 

@@ -25,6 +25,8 @@ class RunningMean:
         for entry in params:
             given += entry["params"] if isinstance(entry, dict) else [entry]
         for parameter in dict.fromkeys(given):
+            if not parameter.is_floating_point():
+                continue  # a running mean of equal integers may end a rounding below them
             mine = parameter.detach().clone(memory_format=torch.contiguous_format)
             others = [torch.empty_like(mine) for _ in range(self.group.size())]
             dist.all_gather(others, mine, group=self.group)

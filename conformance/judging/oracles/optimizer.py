@@ -19,10 +19,11 @@ process group, after the local step. Momentum is never averaged.
 Bounds. In most scenarios learning rates, momenta, weight decays and fed gradients are powers of
 two, zeros or few digits long, so that SGD and its averages are exact in every order of operations:
 the bound is 0, and a right wrapper gives the same bits, unless it averages gradients over 7 ranks
-(``EXACT_SIZES``). Otherwise the bound is that of ``local_optimizer``, twice for what a wrapper
-adds: the right result and the computed one are both rounded. In half precision, whose bounds grow
-fast, steps without momentum after several backwards, or by gradients of another dtype, are judged
-from the recorded parameters before them, which are off by one rounding of a copy in float32.
+(``EXACT_SIZES``), or means under DDP (``averages_exactly``). Otherwise the bound is that of
+``local_optimizer``, twice for what a wrapper adds: the right result and the computed one are both
+rounded. In half precision, whose bounds grow fast, steps without momentum after several backwards,
+or by gradients of another dtype, are judged from the recorded parameters before them, which are off
+by one rounding of a copy in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +34,8 @@ import torch
 
 from conformance.judging.oracles.averager_records import group_at, same
 from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
-from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.oracles.optimizer_gradients import (
+    averages_exactly,
     clipped,
     construction,
     fed_gradient,
@@ -241,7 +242,7 @@ def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: Op
 def _is_exact(run: Run, rank: int, step: int) -> bool:
     """Return whether every right computation of a rank gives the same bits."""
     size = len(group_at(run, rank, step))
-    is_rounded = averages_gradients(run.scenario) and size not in EXACT_SIZES
+    is_rounded = averages_gradients(run.scenario) and not averages_exactly(run.scenario, size)
     return is_exact(run.scenario) and not is_rounded
 
 

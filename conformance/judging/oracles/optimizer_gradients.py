@@ -17,6 +17,7 @@ from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
+from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_backwards import (
     ADDED,
     Changing,
@@ -95,6 +96,21 @@ def _added(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     return fed(scenario.steps[step], spec, len(group), group[0], ADDED + step, index)
 
 
+def averages_exactly(scenario: Scenario, size: int) -> bool:
+    """Return whether a right optimizer gets the mean of crafted gradients to the bit.
+
+    Those are multiples of the number of ranks. Under DDP they are means already, and the mean of
+    equal ones is rounded if the number of ranks is no power of two: m (1 / 3) three times.
+
+    Args:
+        scenario: the scenario.
+        size: the number of ranks.
+    """
+    if scenario.uneven or scenario.variant == "ddp":
+        return not size & (size - 1)
+    return size in EXACT_SIZES
+
+
 def gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: int) -> torch.Tensor:
     """Return the bound of the error of a gradient that is a mean of random values, or of values
     whose product with 1 / W is rounded.
@@ -102,8 +118,8 @@ def gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: in
     scenario = run.scenario
     group = group_at(run, rank, step)
     kind = _kind_of(run, step, index)
-    is_random = kind == "normal" or len(group) not in EXACT_SIZES
-    if not is_random or not averages_gradients(scenario):
+    is_rounded = kind == "normal" or not averages_exactly(scenario, len(group))
+    if not is_rounded or not averages_gradients(scenario):
         return torch.zeros_like(grad)
     spec = scenario.params[index]
     places = range(len(group))
