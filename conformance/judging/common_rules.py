@@ -211,8 +211,8 @@ def right_however_strings_hash(
     """
 
     def is_right(records: Run | dict[str, Run], claims: Claims, found: Found) -> None:
-        """Results are right if every other rank is a process with another hash seed, as all ranks
-        of a cluster are.
+        """Results are right if ranks hash strings differently, as the processes of a cluster do:
+        every second rank has another PYTHONHASHSEED.
 
         The ranks of other runs are forked from one process, and iterate over a set in one order.
         """

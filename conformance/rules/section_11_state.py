@@ -321,10 +321,12 @@ _OLD_UNITS = "residuals, velocities or estimates are still in units of the old l
 def joint(run: Run, claims: Claims, found: Found) -> None:
     """The losses of two models are added, and one backward goes through both. Each model has a hook
     and a state of its own, and gets its own mean, while calls for buckets of both follow one
-    another. In one run a model is on WORLD, of three or four ranks, and the other one on a group of
-    all of them but one, as experts are beside dense layers: each callback belongs to the group of
-    its own call. In the other run two models of the same shapes, as twin critics are, have the same
-    group, so that each bucket has a like one with the same number.
+    another.
+
+    In one run a model is on WORLD, of three or four ranks, and the other one on a group of all of
+    them but one, as experts are beside dense layers: each callback belongs to the group of its own
+    call. In the other run two models of the same shapes, as twin critics are, have the same group,
+    so that each bucket has a like one with the same number.
 
     Under ``world_only`` the models of the second run alone are judged.
     A subject given as one object, instead of its class or factory, is shared by both models on

@@ -170,12 +170,13 @@ def _require_same_bits(run: Run, claims: Claims, found: Found) -> None:
     baseline="like",
     source="torch documentation, average_parameters_or_parameter_groups; pytorch #74136",
     remedy="an iterator that is read twice; a parameter in two groups that is averaged twice; only "
-    "the first group; type(p) is torch.nn.Parameter, which isinstance(p, torch.nn.Parameter) "
-    "replaces; a group's list that is filtered or sorted in place",
+    "the first group; a test of type(p) is torch.nn.Parameter, which misses subclasses: use "
+    "isinstance; a group's list that is filtered or sorted in place",
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
-    """A list, an iterator that can be read once, and an optimizer's groups, with one parameter in
-    two groups as well, are averaged once per parameter, also those whose learning rate is zero.
+    """Each parameter is averaged once, whether it comes in a list, in an iterator that can be read
+    once, or in an optimizer's groups; also if two groups have it, or if the learning rate of its
+    group is zero.
 
     A drawn half of the parameters is of a subclass of ``torch.nn.Parameter``, as
     packages for quantized or adapted weights have them. A frozen parameter, at a drawn place, is
@@ -208,7 +209,8 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
     remedy="ranks that each choose the parameters to average: let them agree first, or average all",
 )
 def unused(run: Run, claims: Claims, found: Found) -> None:
-    """A parameter with a gradient on some ranks of the group only is averaged on all of them.
+    """A parameter that has a gradient on some ranks of the group only is averaged on all ranks of
+    the group.
 
     With conditional branches ranks use different parameters. If each rank leaves out its own unused
     ones, ranks send different parameters to the same collective, which mixes up their values or
@@ -253,8 +255,9 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging; FSDP, "
     "apex and ZeRO, which keep parameters in flat buffers",
     remedy="one flat buffer for several dtypes; offsets after an empty or 0-d parameter; tied "
-    "weights that are found by their storage: views of one buffer share it, too, and one without "
-    "elements has the offset of the next one as well; a slice of columns that is taken for dense",
+    "weights that are recognised by storage and offset: all views of a flat buffer share the "
+    "storage, and an empty view has the offset of the next view; a slice of columns that is "
+    "treated as contiguous",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """In a model of float32, float64, float16 and bfloat16 parameters, 0-d, empty and one-element
@@ -387,16 +390,17 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     remedy="the reference's module, which defines the result in its first lines",
 )
 def like_reference(run: Run, claims: Claims, found: Found) -> None:
-    """In every step the parameters, and the averaged copies to evaluate with if the reference keeps
-    any, are those of the reference up to the roundings of its recurrence. If the averager has
-    ``applied(params)``, a context that writes the averages into the parameters, it restores them,
-    also if an error, KeyboardInterrupt, SystemExit or another BaseException ends the context;
-    gradients and ``requires_grad`` are as before it, and within it ``state_dict()`` is the same as
-    before. It is given a list of parameters, or an iterator or groups, which it may refuse with an
-    error. In some steps no parameter requires a gradient when the context begins. If one such
-    context is nested in another one, parameters are the averages until the outer one ends, unless
-    an error refuses the inner one. After ``load_state_dict()`` it writes the loaded averages at
-    once.
+    """In every step the parameters are those of the reference, up to the roundings of its
+    recurrence; so are the averaged copies to evaluate with, if the reference keeps any. If the
+    averager has a context ``applied(params)``, it restores the parameters when it ends.
+
+    This context writes the averages into the parameters. It restores them also if an error,
+    KeyboardInterrupt, SystemExit or another BaseException ends it. Gradients and ``requires_grad``
+    are then as before, and within the context ``state_dict()`` is the same as before. The context
+    gets a list of parameters, or an iterator or groups, which it may refuse with an error. In some
+    steps no parameter requires a gradient when the context begins. If one context is nested in
+    another, parameters are the averages until the outer one ends, unless an error refuses the inner
+    one. After ``load_state_dict()`` the context writes the loaded averages at once.
 
     The bound is one for each element; ``oracles/averager_like.py`` derives it. If ranks lack
     gradients, the averager may leave out other parameters than the reference, but ranks that agree

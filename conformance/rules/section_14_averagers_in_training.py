@@ -141,21 +141,22 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source="fine-tuning: layers are frozen, unfrozen and added; torch documentation, "
     "average_parameters(params), which takes the parameters in every call; Module.to(), and "
     "load_state_dict(assign=True)",
-    remedy="a list of parameters, or of buffers, that is made in the first call and kept, or kept "
-    "for as many trained elements, or if the new list is the beginning of the old one; averages by "
-    "the place among trained parameters, which others take; p.data of "
-    "an earlier call, which is another tensor than the parameter's after model.to(); a return "
-    "before the step is counted if no parameter is trainable",
+    remedy="a list of parameters or buffers that is made in the first call and used again: always, "
+    "or while the number of trained elements is the same, or while the new list is the beginning "
+    "of the old one; averages that are kept by the position among the trained parameters, which "
+    "changes; p.data of an earlier call: after model.to() the parameter has another tensor; a "
+    "return before the step is counted if no parameter is trainable",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
-    """After a drawn step at which one parameter is unfrozen and another one of the same shape
-    frozen, a later one at which a third is added, and one from which on that one and another are
-    not given, the averages are those of the parameters that are given.
+    """If parameters are frozen, unfrozen, added or left out between calls, each average is that of
+    the parameters that are passed to that call.
 
-    A subject that is made with the parameters keeps these; none is added or left out then. Until a
-    parameter is added, the averages to evaluate with are judged as well. An averager may leave out
-    frozen parameters: the average of one that was unfrozen may begin anew, and that of one that was
-    frozen may stay as it is, or be the parameter itself.
+    At a drawn step one parameter is unfrozen and another of the same shape is frozen. At a later
+    step a third parameter is added. From a still later one on, that third one and another are no
+    longer passed. A subject that is made with the parameters keeps these; none is added or left out
+    then. Until a parameter is added, the averages to evaluate with are judged as well. An averager
+    may leave out frozen parameters: the average of one that was unfrozen may begin anew, and that
+    of one that was frozen may stay as it is, or be the parameter itself.
 
     In a further run each parameter gets new memory before the second average and before the third
     one, as by ``p.data = ...``; some get another dtype with it, as by ``model.to(dtype)``, and some
@@ -190,9 +191,9 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
     "state that is added to what is there",
 )
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
-    """Saved at a drawn step of the warm-up, and loaded twice in new processes, and a third time as
-    it is saved by these, the averager continues its schedule. Loaded by the same averager, its
-    state lets it continue as if the steps since had not been.
+    """An averager continues its schedule if its state is saved at a drawn step of the warm-up, and
+    new processes load it twice, save it, and load the new copy. If the same averager loads an
+    earlier state, it continues as if the steps since then had not been.
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
     same averager loads. In between come a drawn number of steps, with at least one average. The

@@ -32,7 +32,7 @@ KEEPS_STATES = (
 
 @rule(
     "15.13",
-    "It continues from a checkpoint",
+    "Continues from a checkpoint",
     on=(RESUMED, SAVED),
     owns=(RESUMED, SAVED),
     needs=BASIC,

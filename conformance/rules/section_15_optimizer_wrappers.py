@@ -51,7 +51,7 @@ BASIC = ("15.1", "15.2", "15.3")
 
 @rule(
     "15.1",
-    "It steps as the local optimizer does",
+    "Steps as the local optimizer does",
     on=(PLAIN, ADAM),
     owns=(PLAIN, ADAM),
     certifies_machine=True,
@@ -81,7 +81,7 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.2",
-    "It calls the averager once in each step",
+    "Calls the averager once in each step",
     on=(PLAIN,),
     needs=("15.1",),
     source="torch documentation, PostLocalSGDOptimizer; pytorch #74737, averaging too often; "
@@ -200,7 +200,7 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.7",
-    "It steps with a closure",
+    "Steps with a closure",
     on=(CLOSURE,),
     owns=(CLOSURE,),
     needs=BASIC,
@@ -357,7 +357,7 @@ def done(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.16",
-    "It works together with DDP",
+    "Works together with DDP",
     on=(DDP, DDP_VIEWS),
     owns=(DDP, DDP_VIEWS),
     needs=BASIC,
@@ -399,7 +399,7 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.18",
-    "It can be used as a torch.optim.Optimizer",
+    "Can be used as a torch.optim.Optimizer",
     on=(PLAIN,),
     needs=BASIC,
     level=SHOULD,

@@ -444,11 +444,12 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     "_step_supports_amp_scaling; gradients that are cleared before the averager is called",
 )
 def under_scaler(run: Run, claims: Claims, found: Found) -> None:
-    """With a GradScaler around the optimizer, parameters are those of the unscaled gradients,
-    which are clipped in some steps. A step whose gradients overflow on all ranks moves nothing, and
-    the averager is not called, or on all ranks in each of these steps. If it is called, parameters
-    still have their gradients: averagers such as torch's leave out those without one. In some steps
-    a parameter has no gradient on any rank.
+    """With a GradScaler around the optimizer, parameters are those of the unscaled gradients, which
+    are clipped in some steps. A step whose gradients overflow on all ranks moves nothing, and the
+    averager is not called, or on all ranks in each of these steps. If it is called, parameters
+    still have their gradients: averagers such as torch's leave out those without one.
+
+    In some steps a parameter has no gradient on any rank.
 
     An optimizer with the attribute _step_supports_amp_scaling is called in every step. If it takes
     an averager, the gradients of one rank alone overflow in a further step: the other ranks step,

@@ -8,6 +8,7 @@ from conformance.judging.common_rules import (
     right_however_strings_hash,
 )
 from conformance.judging.oracles.strategy import (
+    ALL_USED,
     is_missing_gradient,
     record,
     require_ddp_restored,
@@ -44,7 +45,6 @@ from conformance.scenarios.strategy_training import AFTER_WORLD, REWRAPPED
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds.strategy import CLAIM
 
-ALL_USED = "it claims all_used: 16.16"
 COMPOSER = "MosaicML Composer, composer.distributed.ddp_sync_context"
 TORCH = "torch documentation, DistributedDataParallel.no_sync"
 
@@ -104,8 +104,9 @@ def accumulates(run: Run, claims: Claims, found: Found) -> None:
     owns=(MICROBATCHES,),
     needs=("16.2",),
     source=f"{COMPOSER}; pytorch #69031; composer #48",
-    remedy="DDP that synchronises in the last micro-batch only waits for its unused parameters: "
-    "average all that has accumulated, or claim find_unused or all_used",
+    remedy="DDP that synchronises in the last micro-batch alone: it waits for the parameters that "
+    "this micro-batch leaves out. Average all accumulated gradients, or claim find_unused or "
+    "all_used",
 )
 def different_microbatches(run: Run, claims: Claims, found: Found) -> None:
     """If the last micro-batch of a step leaves out parameters that others have used, all gradients
@@ -127,8 +128,9 @@ def different_microbatches(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.3",),
     source="torch documentation, DistributedDataParallel (find_unused_parameters): unused "
     f"parameters count with zeros; {COMPOSER}",
-    remedy="ranks that each iterate over the gradients they have send different ones to the same "
-    "collective: iterate over all parameters, with zeros for those that this rank has not used",
+    remedy="a loop over the gradients that a rank happens to have: ranks then send different "
+    "gradients to the same collective. Loop over all parameters, with zeros for those that this "
+    "rank has not used",
 )
 def different_ranks(run: Run, claims: Claims, found: Found) -> None:
     """If ranks use different parameters, each gradient is the mean over all ranks, with zeros for
@@ -256,16 +258,18 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     "gradients of other strides; apex and ZeRO, which keep gradients in flat buffers",
     remedy="one flat buffer for gradients of several dtypes; offsets after an empty or 0-d "
     "gradient; a collective, or p.grad = ..., that makes a channels_last gradient contiguous; "
-    "tied weights that are found by their storage: views of one buffer share it, too, and one "
-    "without elements has the offset of the next one as well; a walk over modules that leaves out "
-    "the parameters of those with submodules, or visits a tied weight twice",
+    "tied weights that are recognised by storage and offset: all views of a flat buffer share the "
+    "storage, and an empty view has the offset of the next view; a walk over modules that leaves "
+    "out the parameters of those with submodules, or visits a tied weight twice",
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of four dtypes in one model, 0-d, empty, channels_last and transposed ones, are
     means in their own dtype and layout; a frozen parameter has none. Gradients that are views of
     one flat buffer, as the parameters are of another one, are means, too; the values between the
-    views stay. In the model of four dtypes drawn parameters lie in submodules, some of them beside
-    further submodules, and two submodules share one parameter, which counts once.
+    views stay.
+
+    In the model of four dtypes drawn parameters lie in submodules, some of them beside further
+    submodules, and two submodules share one parameter, which counts once.
 
     There are two buffers for each dtype. The order of the views and the sizes of the gaps between
     them are drawn from the session's seed. Two views of each buffer of float32 have no elements:
@@ -345,7 +349,7 @@ def without(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.14",
-    "Exceptions leave the context unchanged",
+    "Exceptions come out of the context unchanged",
     on=(RAISES,),
     owns=(RAISES,),
     needs=("16.13",),
@@ -394,7 +398,7 @@ def no_ddp(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.16",
-    "It needs the options that it claims to need",
+    "Needs the options that it claims to need",
     on=(CLAIM,),
     owns=(CLAIM,),
     needs=("16.2",),
@@ -430,7 +434,7 @@ fewer = refuses_fewer_ranks(
 
 @rule(
     "16.18",
-    "It communicates once in each step",
+    "Communicates once in each step",
     on=(COUNTED,),
     needs=("16.2",),
     owns=(COUNTED,),

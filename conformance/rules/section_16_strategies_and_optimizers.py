@@ -1,6 +1,6 @@
 """Section 16, continued: sync strategies and the optimizers of a trainer."""
 
-from conformance.judging.oracles.strategy import record, require_means, steps
+from conformance.judging.oracles.strategy import ALL_USED, record, require_means, steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -68,7 +68,7 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     the turns are drawn from the session's seed.
     """
     if claims.has("all_used"):
-        found.does_not_apply("it claims all_used: 16.16")
+        found.does_not_apply(ALL_USED)
         return
     require_means(run, found)
 

@@ -145,22 +145,23 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
-    "to True when the step ends, or broadcast model.buffers(), each in its own dtype, in any mode "
-    "of the model: a list that is kept lacks new ones, and state_dict() lacks some; those of "
-    "frozen layers change as well; what comes into a contiguous copy has to be copied back; "
-    "neither sends any if model.broadcast_buffers is False; the first rank of "
-    "model.process_group, not rank 0",
+    "to True when the step ends; or broadcast model.buffers(), from the first rank of "
+    "model.process_group and not from rank 0, in any mode of the model: each buffer in its own "
+    "dtype, those of frozen layers too; read the list anew in every step, since a list that is "
+    "kept lacks new buffers, and state_dict() lacks some; copy a contiguous copy back into its "
+    "buffer. Send no buffers if model.broadcast_buffers is False",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
-    of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
-    counts in int64, int32 and uint8, sums in float64 of more than 24 bits, values in float16 and
-    bfloat16, a mask of bools, and complex numbers of both dtypes, where DDP sends these; each
-    forward changes them by numbers that are drawn for each rank, which no narrower dtype holds.
-    Drawn ones are transposed, channels_last, or a slice of a larger tensor. The running statistics
-    are another tensor after each forward, and state_dict() lacks one of the counts. Drawn ones lie
-    in layers that train nothing: one whose parameters are all frozen, as those of a BatchNorm may
-    be, and two without parameters.
+    of a BatchNorm do not drift apart; gradients are the means.
+
+    The buffers are running statistics, counts in int64, int32 and uint8, sums in float64 of more
+    than 24 bits, values in float16 and bfloat16, a mask of bools, and complex numbers of both
+    dtypes, where DDP sends these; each forward changes them by numbers that are drawn for each
+    rank, which no narrower dtype holds. Drawn ones are transposed, channels_last, or a slice of a
+    larger tensor. The running statistics are another tensor after each forward, and state_dict()
+    lacks one of the counts. Drawn ones lie in layers that train nothing: one whose parameters are
+    all frozen, as those of a BatchNorm may be, and two without parameters.
 
     In two drawn steps the model is in evaluation mode, and one of these layers at least is in
     training mode; in another one it is the other way round. A layer in evaluation mode leaves its
@@ -210,9 +211,10 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
 )
 def recovered(run: Run, claims: Claims, found: Found) -> None:
     """If a micro-batch raises an exception on all ranks, and the step goes on with the next one,
-    gradients are the means of all that has accumulated. In steps of 3 or 4 micro-batches some
-    parameters are used before the failed one alone, some after it alone, and some in it alone:
-    which, is drawn.
+    gradients are the means of all that has accumulated.
+
+    In steps of 3 or 4 micro-batches some parameters are used before the failed one alone, some
+    after it alone, and some in it alone: which, is drawn.
 
     The exception comes before the backward, after the backward of a first loss, after a first pass
     with drawn ``inputs``, or in the midst of a backward. The gradients that are there by then stay,
@@ -233,7 +235,7 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.27",
-    "A context may hold several backward passes, or refuses them",
+    "Several backward passes in a context work, or are refused",
     on=(SECOND, PASSES, PARTS, PENALTIES),
     owns=(SECOND, PASSES, PARTS, PENALTIES),
     may_refuse=True,
@@ -241,15 +243,17 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     source="torch documentation, torch.Tensor.backward (retain_graph, inputs) and "
     "torch.autograd.grad: two losses of one micro-batch, adversarial examples, gradient penalties",
-    remedy="gradients that are averaged when they arrive, or when a backward pass ends, and added "
-    "to afterwards, as one more pass than in earlier contexts does: average when the context ends",
+    remedy="an average that is made when gradients arrive, or when a backward pass ends: a later "
+    "pass, such as one more than in earlier contexts, adds to it. Average when the context ends",
 )
 def second(run: Run, claims: Claims, found: Found) -> None:
     """If each context holds several passes of autograd, gradients are the means of all that these
-    have added; or an error on every rank refuses them. One run has two forwards, each with its
-    backward. One has two backwards through the output of one forward, or after two forwards. In one
-    ``torch.autograd.grad()`` of drawn parameters comes before the backward, or the backward has two
-    passes with drawn ``inputs``. The last micro-batches of steps have both ways in turn.
+    have added; or an error on every rank refuses them.
+
+    One run has two forwards, each with its backward. One has two backwards through the output of
+    one forward, or after two forwards. In one ``torch.autograd.grad()`` of drawn parameters comes
+    before the backward, or the backward has two passes with drawn ``inputs``. The last
+    micro-batches of steps have both ways in turn.
 
     In a run of 10 to 24 steps contexts have one pass each until a drawn step, in which the last one
     has two; later drawn ones have more, of all parameters or of some, and at last one has three.

@@ -324,8 +324,10 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 def ddp(run: Run, claims: Claims, found: Found) -> None:
     """A gradient of DDP is the sum over the ranks with inputs, divided by the number of all ranks
     or, with divide_by_initial_world_size=False, by the number of these; afterwards all ranks hold
-    the parameters and buffers of a rank that joined last. A count in int64 and a mask of bools are
-    among the buffers; each forward changes them by numbers that are drawn for each rank.
+    the parameters and buffers of a rank that joined last.
+
+    A count in int64 and a mask of bools are among the buffers; each forward changes them by numbers
+    that are drawn for each rank.
 
     With a communication hook torch's DDP leaves the division to the hook in both cases.
     """

@@ -183,8 +183,9 @@ def before_contexts(run: Run, claims: Claims, found: Found) -> None:
     state_dict() and an optimizer's state are then the same on two ranks, to the bit, as far as they
     are at the end of its body and after each join. Or an error on every rank refuses the steps.
 
-    Gradients that are left after a step do not show which ones the optimizer has used, and clipped
-    ones are no means. The rule does not apply if the context shows none of both."""
+    Gradients that are left after a step do not show which gradients the optimizer has used, and
+    clipped gradients are no means. The rule does not apply if the context shows neither gradients
+    that are means or sums, nor state that both ranks hold alike."""
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)
         return

@@ -23,13 +23,14 @@ TUTORIAL = (
     since="2.0",
     source="torch.nn.parallel.DistributedDataParallel under Join, whose buffers come from a rank "
     "that has not joined; test_zero_join_cpu, which sets a joined rank's gradients",
-    remedy="a shadow that sends the buffers or the weights of a rank that has joined, or steps a "
-    "share of the model by its last gradients; a choice by them for others, as of the weights that "
-    "are trained: send those of a rank that trains, or keep up with each step",
+    remedy="a shadowed step that sends the buffers or weights of a rank that has joined, or that "
+    "steps a share of the model by that rank's last gradients; a joined rank that decides by its "
+    "old values for other ranks, such as which weights are trained. Send the values of a rank that "
+    "trains, or update them in each shadowed step",
 )
 def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
-    """A rank that has joined holds values that its steps have changed, and that its shadows leave
-    as they are: the ranks that train do not depend on them.
+    """Ranks that train do not depend on values of a joined rank that its own steps have changed and
+    its shadowed steps leave as they are.
 
     A context with uneven inputs is run again, with a new joinable, in which such values on the
     joined rank go back by one step after its first shadow: gradients, tensors of floating-point
@@ -66,11 +67,11 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     "before notify_join_context(), which raises an error with throw_on_early_termination",
 )
 def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
-    """The parameters that a joinable trains are the same after each step, to the bit, whether a
-    context with even inputs has ended between two steps or not, or an exception has ended one, or
-    throw_on_early_termination has, or one was disabled, or no rank had an input in one.
-    Hyperparameters of an optimizer that change in one context go on changing after a join, also of
-    uneven inputs, and the optimizer goes on to have the parameters that get gradients.
+    """The parameters that a joinable trains have the same bits after each step whether or not a
+    context with even inputs ends between two steps. The same holds if an exception or
+    throw_on_early_termination ends a context, if a context is disabled, or if no rank has an input
+    in it. After a join, also of uneven inputs, the hyperparameters that an optimizer changes go on
+    changing, and the optimizer still has the parameters that get gradients.
 
     With throw_on_early_termination all ranks stop before the same step, also those that have inputs
     left. Parameters, buffers and the state of an optimizer that ranks hold alike after each step of

@@ -206,8 +206,8 @@ kept = keeps_no_more("18.28", on=(LONG,), needs=("18.29",))
     since="1.6",
     source="runs of training have many thousand steps; every step calls the same object",
     remedy="a count of calls that overflows, or that ends a warm-up; buffers that are used again "
-    "too early; a scale or an error that is kept for some calls; what is kept for a tensor by its "
-    "id, its address or its version, which stay as its values change",
+    "too early; a scale or an error that is kept for some calls; data that are kept for a tensor "
+    "by its id, its address or its version: all three can stay the same while its values change",
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 300 to 450 calls of one object, all messages arrive within the bound of rule 18.2.
@@ -297,7 +297,7 @@ own_numbers = right_beside_own_numbers("18.35", (large, long_run), on=(PROBE,))
     "torch's collectives warn and return, so that loops call them for every group",
     remedy="outputs that are decoded, or filled with zeros, whatever the collective has returned; "
     "a group that is replaced by WORLD; an error that is kept before the call returns: return "
-    "before anything is encoded; what a call under way needs, in an attribute of the object",
+    "before anything is encoded; data of a call under way, in an attribute of the object",
 )
 def outside(run: Run, claims: Claims, found: Found) -> None:
     """A call on a rank outside of the group, with the value that new_group returns there, changes

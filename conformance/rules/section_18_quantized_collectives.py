@@ -365,7 +365,7 @@ def special(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "18.15",
-    "It sends fewer bytes",
+    "Sends fewer bytes than float32 needs",
     on=(ORDERED, LARGE, WAITED, SUBGROUPS, AFTER_WORLD, ON_TWO_GROUPS, *CLUSTERS),
     needs=("18.9", "18.10", "18.11"),
     source="the definition of a quantized collective",
@@ -396,9 +396,10 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     needs=("18.1", "18.2"),
     claimed="feedback",
     source="Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019: error feedback",
-    remedy="e <- x + e - D(Q(x + e)), of the values before they are divided by a loss factor; kept "
-    "from call to call, whole and in float32, for messages of any dtype, also if the next values "
-    "are much smaller or zeros; for each rank that a message goes to, not for each shape",
+    remedy="the error e that is kept: e <- x + e - D(Q(x + e)), with Q the quantization and D its "
+    "inverse, of the values before they are divided by a loss factor. Keep e from call to call, "
+    "whole and in float32, for messages of any dtype, also if the next values are much smaller or "
+    "zeros; keep one for each rank that a message goes to, not one for each shape",
 )
 def feedback(run: Run, claims: Claims, found: Found) -> None:
     """Over N calls with the same input, in float32, bfloat16 and float16, the mean of the arriving
@@ -436,7 +437,7 @@ fewer = refuses_fewer_ranks(
 
 @rule(
     "18.19",
-    "It supports asynchronous calls",
+    "Supports asynchronous calls",
     on=(WAITED,),
     level=SHOULD,
     needs=("18.10",),

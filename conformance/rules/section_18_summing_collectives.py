@@ -26,8 +26,10 @@ from conformance.subjects.claims import Claims
 def operations(run: Run, claims: Claims, found: Found) -> None:
     """With op=ReduceOp.AVG, MAX, MIN or PRODUCT the outputs are the averages, the largest or least
     values, or the products of the messages, within the bounds that follow from those of messages;
-    or an error refuses the operation on every rank. Values are exact in every format, and random
-    with 10 to 2**18 elements, for averages also in float64, float16 and bfloat16.
+    or an error refuses the operation on every rank.
+
+    Values are exact in every format, and random with 10 to 2**18 elements, for averages also in
+    float64, float16 and bfloat16.
 
     Results of integers are exact, also those of BAND, BOR and BXOR, which an error refuses for
     numbers of floating point.

@@ -220,8 +220,11 @@ def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A recomputation runs in the dtype of the forward and gives the same gradients, if autocast is
     on in the forward alone, in the backward alone, or around a forward in a context that disables
     it. In evaluation and under no_grad between steps outputs are the same and require gradients as
-    without the wrapper. Under autocast one block begins with a norm, and takes its input in full
-    precision; and one or two blocks of three, which are drawn, get theirs by keyword alone."""
+    without the wrapper.
+
+    Under autocast one block begins with a norm, and takes its input in full precision; and one or
+    two blocks of three, which are drawn, get theirs by keyword alone.
+    """
     require_same_results(runs, found)
     require_same_modes(runs, found)
 
@@ -295,7 +298,7 @@ def attributes(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "19.14",
-    "It can be copied and saved",
+    "Can be copied and saved",
     on=(MODULE,),
     needs=("19.1", "19.10"),
     level=SHOULD,
@@ -311,7 +314,7 @@ def copies(run: Run, claims: Claims, found: Found) -> None:
 
 @parity_rule(
     "19.15",
-    "Errors leave the forward unchanged",
+    "Errors come out of the forward unchanged",
     on=(RAISES,),
     owns=(RAISES,),
     needs=("19.1",),
@@ -351,7 +354,7 @@ def hooks(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 @rule(
     "19.17",
-    "It recomputes activations as claimed",
+    "Recomputes activations as claimed",
     on=(PLAIN, MODES),
     needs=("19.1",),
     claimed="recomputes",
@@ -409,7 +412,7 @@ def limits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 @parity_rule(
     "19.19",
-    "It does not keep the activations that it recomputes",
+    "Does not keep the activations that it recomputes",
     on=(PLAIN,),
     needs=("19.1",),
     source="Chen et al., 2016; pytorch #84907, #85459: a wrapper that offloaded nothing",

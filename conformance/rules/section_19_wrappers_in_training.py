@@ -382,10 +382,11 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """The input of a block that does not save it may be changed after the forward: by
     x.add_(block(x)), by a sum into some of its columns, or by the next batch. Gradients are those
-    without the wrapper, or the wrapper raises an error. Inputs are given by position, by keyword,
-    in a list, in a dict and in a list of a dict; with the claim reentrant this does not apply to
-    tensors in containers. The same holds if the first operation of the block changes its own input:
-    a second forward has another one.
+    without the wrapper, or the wrapper raises an error.
+
+    Inputs are given by position, by keyword, in a list, in a dict and in a list of a dict; with the
+    claim reentrant this does not apply to tensors in containers. The same holds if the first
+    operation of the block changes its own input: a second forward has another one.
 
     If the block saves the input, or its output, and that is changed, autograd raises an error. So
     does the wrapper, or gradients are those of the tensors as they were. The block also saves

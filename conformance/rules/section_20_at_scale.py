@@ -137,8 +137,9 @@ def _error(run: Run, claims: Claims, kind: str, size: int) -> float:
 def random(run: Run, claims: Claims, found: Found) -> None:
     """Among 5, 6, 7, 8 and 12 simulated ranks, every multiple of 8 from 16 to 96, 1024, and seven
     numbers of ranks that are drawn from 9 to 1023, every element is within the forward error bound
-    of a sum, and all ranks get the same bits. Up to 16 ranks take 24 steps, up to 32 ranks four,
-    1024 ranks one, and others two.
+    of a sum, and all ranks get the same bits.
+
+    Up to 16 ranks take 24 steps, up to 32 ranks four, 1024 ranks one, and others two.
 
     The bound is derived in ``judging/oracles/clusters.py``. It decides nothing for half precision
     among hundreds of ranks. A hook that gathers is simulated up to 128 ranks, and one that is

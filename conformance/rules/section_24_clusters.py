@@ -130,10 +130,11 @@ def identical_results(run: Run, claims: Claims, found: Found) -> None:
     "equal but the group's are not; LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE, which describe WORLD",
 )
 def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
-    """Two models on two groups of four and two ranks get the means over their groups. The ranks of
-    the larger group have two different distances or more, such as 0, 1, 3 and 4. The nodes have two
-    ranks each, or three: the larger group has unequally many of them, as if others evaluate, and
-    the smaller group leaves a whole node out.
+    """Two models on two groups of four and two ranks get the means over their groups.
+
+    The ranks of the larger group have two different distances or more, such as 0, 1, 3 and 4. The
+    nodes have two ranks each, or three: the larger group has unequally many of them, as if others
+    evaluate, and the smaller group leaves a whole node out.
 
     Under ``local`` all ranks of a group meet within 24 steps, in each of 24 buckets, and get its
     mean at a claimed period. A partner that follows the count of calls is the same in each step if
@@ -166,8 +167,10 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     """Every rank trains two models in turns. One is on WORLD, and one is on a group with some of
     the ranks. In another run the two models of a rank are on groups of the same size, two or three,
     with other ranks: the one on 0 and 1, the other on 0 and 2. Each gets the mean over its own
-    group. Four ranks of WORLD are on two equal nodes, of which the other model's groups have
-    unequally many ranks; three are on unequal nodes, as those of the second run are.
+    group.
+
+    Four ranks of WORLD are on two equal nodes, of which the other model's groups have unequally
+    many ranks; three are on unequal nodes, as those of the second run are.
 
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.

@@ -31,12 +31,15 @@ from conformance.subjects.claims import Claims
 )
 def left_out(run: Run, claims: Claims, found: Found) -> None:
     """With find_unused_parameters=True a parameter that some ranks have not used gets the mean over
-    all ranks, with zeros for those, on every rank. So it does from the ranks of its group, if the
-    model is on a group of two ranks, of three; a subject with ``world_only`` is judged on WORLD
-    alone. Parameters are of float32, and of float16, bfloat16 and float64 unless the subject is
-    lossy. A parameter that no rank has used keeps no gradient. So it is if parameters are frozen
-    after DDP was made, for as long as no rank uses them, as networks are that train in turns. Or
-    the subject refuses such a model with an error on every rank."""
+    all ranks, with zeros for those, on every rank. A parameter that no rank has used keeps no
+    gradient.
+
+    The same holds for the ranks of a group, if the model is on a group of two ranks, of three; a
+    subject with ``world_only`` is judged on WORLD alone. Parameters are of float32, and of float16,
+    bfloat16 and float64 unless the subject is lossy. It holds too if parameters are frozen after
+    DDP was made, for as long as no rank uses them, as networks are that train in turns; or the
+    subject refuses such a model with an error on every rank.
+    """
     require_steps(run, claims, found, run.steps("crafted"))
     # A fused hook frees the gradients: the results of its futures are no evidence of those that
     # DDP left.

@@ -68,11 +68,12 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
 )
 def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
-    however large the parameter is, and no bit of a buffer of the model during the backward. Some
-    buffers are not finite, as a causal mask, others large or subnormal. They are of float64,
+    however large the parameter is, and no bit of a buffer of the model during the backward. From
+    the third step on, parameters and buffers stay in their memory, which others may share.
+
+    Some buffers are not finite, as a causal mask, others large or subnormal. They are of float64,
     float32, float16, bfloat16, complex64, int64, int32, uint8 and bool, with drawn values that no
-    narrower dtype holds: of 53 bits, and beyond 2**62. From the third step on, parameters and
-    buffers stay in their memory, which others may share.
+    narrower dtype holds: of 53 bits, and beyond 2**62.
 
     Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """

@@ -22,6 +22,7 @@ from conformance.scenarios.evidence import (
 from conformance.scenarios.hook import (
     ACCUMULATED,
     BUCKETS,
+    COMBINED,
     COMPLEX,
     DTYPES,
     RESUMED_ONE,
@@ -29,6 +30,8 @@ from conformance.scenarios.hook import (
     SIZES,
     SMALL_GRADIENTS,
     SPECIAL,
+    STATIC,
+    UNEVEN,
     UNUSED,
     VALUES,
     VALUES_AGAIN,
@@ -80,6 +83,8 @@ from conformance.subjects.kinds import KINDS
 _MIXING = tuple(
     s.name for s in (VALUES, BUCKETS, ACCUMULATED, UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS)
 )
+
+_IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
 # The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
 # a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
@@ -383,10 +388,10 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
             and claims.lossy != LOCAL
-            and scenario.name in (JOINT.name, JOINT_ALIKE.name)
+            and scenario.name in _IN_TWO_BUCKETS
         ),
         changes.use_two_buckets,
-        "the hook of two models is called for each bucket, over many steps",
+        "the hook is called for each bucket, over many steps; `buckets` has five",
     ),
     Adaptation(
         lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name == VAST.name,

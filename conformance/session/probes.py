@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.judging.oracles.code_numbers import Dtype, Number, dtypes_in, numbers_in
+from conformance.judging.oracles.lossy import TRIALS, TRIALS_OF_VALUES
 from conformance.judging.verdict import NOTHING_TO_TRY
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import DRAINING, Scenario
@@ -21,7 +22,7 @@ from conformance.scenarios.probes import (
 )
 from conformance.session.coverage import Measured, Tried
 from conformance.session.plan import Plan
-from conformance.subjects.claims import Claims
+from conformance.subjects.claims import UNBIASED, Claims
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import CONTEXT_NAMES, SubjectSpec
 from conformance.subjects.target import parse_target
@@ -111,7 +112,7 @@ class Probes:
                 f"{one['value']} ({one['file']}:{one['line']})" for one in self.tried.out_of_reach
             )
             return f"no scenario reaches these numbers: {numbers}"
-        return f"no branch that no run took {NOTHING_TO_TRY}"
+        return f"none of the branches that were never taken {NOTHING_TO_TRY}"
 
     def _is_full(self) -> bool:
         return len(self.tried.numbers) >= MOST_NUMBERS
@@ -154,6 +155,11 @@ def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
     judged = maker.judged_as(scenario, claims.holds_back)
     adapted = plan.adapted(replace(scenario, name=judged.name))
     steps = adapted.steps
+    if claims.lossy == UNBIASED and judged is VALUES:
+        # Draws of ``values`` are also compared with each other, which takes more of them. A probe
+        # for a number of steps needs as many as that.
+        before = steps[: len(steps) - TRIALS_OF_VALUES]
+        steps = before + steps[-1:] * max(TRIALS, len(scenario.steps))
     more = steps_until_empty(scenario) - sum(kind in DRAINING for kind in steps)
     steps += steps[-1:] * max(0, more)
     return replace(adapted, name=scenario.name, steps=steps, prerequisite=VALUES.name)

@@ -22,8 +22,9 @@ _BROKEN_RUN = (
     f"the place where the stacks of the ranks end; {_LEFT_OUT}; a future that is never completed"
 )
 _SET_UP = (
-    "the end of the traceback: what the kit passes to a set-up function or to the factory of a "
-    "state (docs/your-hook.md), and what it does with that on each rank"
+    "the end of the traceback; the arguments that the kit passes to a set-up function or to the "
+    "factory of a state (docs/your-hook.md), and the use that the function makes of them on each "
+    "rank"
 )
 # The runs at the start of a reason, as the engine writes them.
 _RUNS = re.compile(r"^\w+@\d+(?: and \w+@\d+)*(?: and \d+ more)?: ")
@@ -97,7 +98,8 @@ def failed_run_name(judgement: Judgement) -> str:
 
 
 _OF_THE_KIT = (
-    "nothing in the subject, which this rule has not judged: report the kit error with report.json"
+    "the kit and this machine: the subject was not judged by this rule. Report the kit error to "
+    "the maintainers of the kit, with report.json"
 )
 
 

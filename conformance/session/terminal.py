@@ -16,7 +16,7 @@ from conformance.certificates.certificate import (
 )
 from conformance.judging.rule import MUST, SHOULD, Rule
 from conformance.judging.verdict import Judgement, Verdict
-from conformance.session.claim_search import equivalent_claims
+from conformance.session.claim_search import EXACT, equivalent_claims
 from conformance.session.consequences import consequences
 from conformance.session.report_parts import (
     LABELS,
@@ -168,10 +168,13 @@ def _first_cause_lines(session: Session, failed: list[str]) -> list[str]:
     # A command is to be copied, and therefore never cut.
     lines += [f"  {line}" for line in _remedy_lines(session, rule, judgement)]
     if followers := consequences(session.judgements)[number]:
-        one = len(followers) == 1
-        said = "rule follows from it, and was" if one else "rules follow from it, and were"
-        lines.append(f"    {len(followers)} more {said} not run: {_numbers(followers)}")
+        lines.append(f"    {_not_run_because_of_it(followers)}: {_numbers(followers)}")
     return lines
+
+
+def _not_run_because_of_it(followers: list[str]) -> str:
+    were = "rule was" if len(followers) == 1 else "rules were"
+    return f"{len(followers)} more {were} not run because this one fails"
 
 
 def _other_failure_lines(session: Session, numbers: list[str]) -> list[str]:
@@ -182,8 +185,7 @@ def _other_failure_lines(session: Session, numbers: list[str]) -> list[str]:
         finding = judgement.failures[0].actual if judgement.failures else judgement.reason
         lines.append(_cut(f"  {number} {session.rules[number].title}: {finding}"))
         if followers[number]:
-            follow = "follows" if len(followers[number]) == 1 else "follow"
-            lines.append(f"    {len(followers[number])} more {follow} from it")
+            lines.append(f"    {_not_run_because_of_it(followers[number])}")
     if hidden := numbers[_SHOWN_FAILURES:]:
         lines.append(f"  and {len(hidden)} more rules that fail: {_numbers(hidden)}")
     return lines
@@ -225,10 +227,10 @@ def _coverage_lines(session: Session, conclusion: Conclusion) -> list[str]:
         reached = [one for one in probed if one not in missed]
         if reached:
             values = ", ".join(str(one["value"]) for one in reached)
-            lines.append(f"          runs were made for these numbers in it: {values}")
+            lines.append(f"          runs were made for these values in the code: {values}")
         if missed:
             places = ", ".join(f"{one['value']} ({one['file']}:{one['line']})" for one in missed)
-            lines.append(f"          runs were made for {places} too, and none took that branch")
+            lines.append(f"          runs were made for {places}, but none took the branch there")
     if missed := coverage.get("out_of_reach"):
         places = ", ".join(f"{one['value']} ({one['file']}:{one['line']})" for one in missed)
         lines.append(f"          no run was made for {places}: {NOT_TRIED}")
@@ -316,8 +318,11 @@ def proposal_lines(session: Session, conclusion: Conclusion) -> list[str]:
         ]
     if not others:
         return []
-    proposals = ", or as ".join(f'--claims "{claims}"' for claims in others)
-    return [f"it would hold the rules of equivalence as {proposals}"]
+    proposals = ", or with ".join(f'--claims "{claims}"' for claims in others)
+    return [
+        f"the hook would pass {', '.join(EXACT)} with {proposals}: if it promises no more than "
+        "that, run again with that claim"
+    ]
 
 
 def _may_compress(session: Session) -> bool:

@@ -143,7 +143,7 @@ def reasons(number: str, run: Run, claims: str) -> list[str]:
         ),
         ("15.27", "", "the target is one existing object, which cannot be made twice"),
         ("15.28", "world_only", "it claims world_only"),
-        ("16.3", "all_used", "it claims all_used: 16.16"),
+        ("16.3", "all_used", "the subject claims all_used; 16.16 judges that claim"),
         (
             "16.18",
             "",

@@ -126,5 +126,8 @@ def test_the_reason_without_numbers() -> None:
         """
     found = probes()
     assert names(found, source) == []
-    assert found.reason(measured(source)) == "no branch that no run took compares with a number"
+    assert (
+        found.reason(measured(source))
+        == "none of the branches that were never taken compares with a number"
+    )
     assert found.reason(Measured(None, "no source")) == "coverage was not measured: no source"

@@ -283,7 +283,7 @@ def test_rules_that_were_not_run_are_counted_by_reason(made: Made) -> None:
     lines = [line for line in closing(session) if "not run" in line][1:]
     first, second = numbers[23], numbers[24]
     assert lines == [
-        "    23 more rules follow from it, and were not run: "
+        "    23 more rules were not run because this one fails: "
         f"{', '.join(sorted(numbers[:8], key=numbers.index))}, ...",
         f"not run  {first} {session.rules[first].title}: values@1: nothing to judge",
         f"not run  {second} {session.rules[second].title}: no world size of this profile runs it",
@@ -324,7 +324,9 @@ def test_a_kit_error_gets_no_advice_on_the_subject(made: Made) -> None:
     (broken,) = of_verdict(Verdict.KIT_ERROR, ["2.2"], "{run}: the rule itself failed")
     text = failure_text(session, session.rules["2.2"], broken)
     assert session.rules["2.2"].remedy not in text
-    assert "  Look at:      nothing in the subject, which this rule has not judged" in text
+    assert (
+        "  Look at:      the kit and this machine: the subject was not judged by this rule" in text
+    )
 
 
 def test_the_first_cause_comes_first_and_the_summary_fits_a_screen(made: Made) -> None:
@@ -346,7 +348,7 @@ def test_the_first_cause_comes_first_and_the_summary_fits_a_screen(made: Made) -
         "    Expected:     mean 1 within 3e-08",
         "    Actual:       2 on rank 0",
     ]
-    assert any(line.startswith("    40 more rules follow from it, and were") for line in lines)
+    assert any(line.startswith("    40 more rules were not run because") for line in lines)
     assert sum(line.count("wrong wrong") > 0 for line in lines) == 6
     hidden = ", ".join(others[6:14])
     assert f"  and {len(others) - 6} more rules that fail: {hidden}, ..." in lines
@@ -396,7 +398,7 @@ def test_numbers_that_were_not_tried_are_named(made: Made) -> None:
         "out_of_reach": [{"value": 10**9, "file": "pkg/a.py", "line": 7, "runs": []}],
     }
     lines = [line.strip() for line in closing(session)]
-    assert "runs were made for these numbers in it: 65536" in lines
+    assert "runs were made for these values in the code: 65536" in lines
     assert "runs were made for 40 (pkg/a.py:5) too, and none took that branch" in lines
     assert (
         "no run was made for 1000000000 (pkg/a.py:7): no scenario reaches it, or eight others "

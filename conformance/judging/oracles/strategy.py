@@ -57,6 +57,8 @@ from conformance.scenarios.strategy_schedule import (
     uses,
 )
 
+ALL_USED = "the subject claims all_used; 16.16 judges that claim"  # why a rule does not apply
+
 # Looking for causes takes longer than judging, so that only the first failures of a run have one.
 MAX_EXPLAINED = 50
 _TRIED = 6  # micro-batches: every subset of so many is tried for a cause

@@ -99,8 +99,8 @@ COMPRESSED = Claim(
         ),
         Form(
             "compressed(delta=0.25)",
-            "In each step the compressor delivers at least the share delta of its input, 0.1 "
-            "unless it is given; the number of steps follows from it.",
+            "In each step the compressor delivers at least the share delta of its input (default: "
+            "0.1); the number of steps of a run follows from delta.",
             "13.1, 13.2, 13.17",
         ),
         Form(
@@ -189,7 +189,8 @@ LOCAL_RESULT = Claim(
         Form(
             "local",
             "The result is a weighted mean of some ranks' gradients, so replicas drift apart; "
-            "within 24 steps the gradients of all ranks meet.",
+            "within 24 steps the gradients of every rank reach every other one, directly or "
+            "through others.",
             "13.5, 13.10, 13.11, 23.5; replicas differ: 2.10",
         ),
         Form(

@@ -353,13 +353,14 @@ POSTSTEP = Claim(
     (
         Form(
             "poststep(call=flush)",
-            "The gradients are right after the trainer has called this function when backward is "
-            "over; it belongs to the state, to the hook's object or to its module.",
+            "The gradients are correct only once the trainer has called this function, after "
+            "backward; the function belongs to the state, to the hook's object or to its module.",
             "not before that call: 1.12",
         ),
         Form(
             "poststep",
-            "The gradients are right after the after_backward of the set-up's Case.",
+            "The gradients are correct only once the after_backward of the set-up's Case has "
+            "returned.",
             "not before that call: 1.12",
         ),
     ),

@@ -6,8 +6,8 @@
   DistributedDataParallel and ZeroRedundancyOptimizer.
 - a joinable: a class or function that makes an object with ``join_hook`` on each rank. It receives
   those of ``process_group``, ``rank``, ``world_size`` and ``device`` that its signature names. One
-  step of the object is ``joinable()``, or ``joinable.step()`` if it cannot be called. It runs in
-  torch's context.
+  step of the object is ``joinable.step()``, or ``joinable()`` if it has no method ``step``. It
+  runs in torch's context.
 
 A run is a sequence of contexts; a step of its record is a context.
 """
