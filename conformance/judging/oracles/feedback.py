@@ -7,8 +7,8 @@ optimizer takes y(t) / s(t). Over all steps after the warm-up
     || sum_t y(t) / s(t) - sum_t m(t) / s(t) || <= L sqrt(sum_t (mean_r ||x_r(t)|| / s(t))**2)
 
 with L = 1/16. A parameter that no rank uses in a step has no y(t): DDP drops the hook's result. The
-last steps feed faint gradients until at most 1/1024 of a residual is left (``oracles/lossy``): the
-residual is seldom larger than a few gradients, so that the rest is below 1/256 of the right side.
+last steps feed faint gradients until at most 1/256 of a residual is left (``oracles/lossy``): the
+residual is seldom larger than a few gradients, so that the rest is below 1/64 of the right side.
 Faint gradients are 2**-20 of the others; they are part of the means, and what is held back of them
 is far below the limit.
 

@@ -16,10 +16,10 @@ must hold for each parameter, in float64, over the steps after the warm-up:
     all but local       y has the same bits on all ranks of a group, in every step
 
 Long enough. A compressor with ``delta`` keeps at most (1 - delta)**(1/2) of its input. After n
-steps without new gradients at most (1 - delta)**(n/2) of the residual is left; n makes that 1/1024,
+steps without new gradients at most (1 - delta)**(n/2) of the residual is left; n makes that 1/256,
 or 1/128 in scenarios that repeat the requirement: under an option of DDP, on other groups and
 nodes, for other parameters, or after a load. A residual is seldom larger than a few gradients. The
-rest is therefore below 1/256 (1/32) of the gradients, or a few times that if the rest becomes
+rest is therefore below 1/64 (1/32) of the gradients, or a few times that if the rest becomes
 uneven and signs keep less of it than they claim. The limit is 1/16. A wrong divisor, group or
 residual is off by a quarter or more.
 
@@ -178,7 +178,7 @@ from conformance.subjects.claims import (
     Claims,
 )
 
-LEFT = 1 / 1024  # of a residual, once faint gradients have been fed long enough
+LEFT = 1 / 256  # of a residual, once faint gradients have been fed long enough
 LEFT_IN_REPEATED = 1 / 128  # the same in REPEATED_SCENARIOS
 TRIALS = 96  # draws on the same gradients
 TRIALS_OF_VALUES = 160  # the same in ``values``, see "Draws", and in ``sparse``, see "Rows"
