@@ -4,6 +4,7 @@ import math
 import textwrap
 
 from conformance.judging.oracles.coverage import SourceFile, analyse
+from conformance.judging.oracles.lossy import TRIALS
 from conformance.records.source_marks import marks_of
 from conformance.scenarios.profiles import GLOO_CPU
 from conformance.session.coverage import Measured
@@ -89,6 +90,18 @@ def test_lossy_probes_feed_random_gradients_and_then_faint_ones() -> None:
     assert emptied.scenario.steps[:2] == ("normal", "normal")
     assert set(emptied.scenario.steps[2:]) == {"faint"}
     assert len(emptied.scenario.steps) > math.sqrt(5_000)
+
+
+def test_unbiased_probes_take_as_many_draws_as_the_number_of_steps() -> None:
+    source = """
+        def hook(step, bucket):
+            if step == 500 or bucket.buffer().numel() == 90:
+                return 1
+        """
+    claims = parse_claims("warmup(2), unbiased")
+    steps = {one.scenario.name: one.scenario.steps for one in probes(claims).next(measured(source))}
+    assert steps["probe_500_steps"][2:] == ("constant",) * 503
+    assert steps["probe_90_elements"][2:] == ("constant",) * TRIALS
 
 
 def test_only_results_that_are_judged_by_step_have_late_steps_of_large_parameters() -> None:
