@@ -71,8 +71,10 @@ def short_failure_text(session: Session, rule: Rule, judgement: Judgement) -> st
 
 def _remedy_lines(session: Session, rule: Rule, judgement: Judgement) -> list[str]:
     """Return the lines on a failed rule that tell people how to go on."""
+    first, *others = remedy_of(rule, judgement).split("; ")
     lines = [
-        _row_line("Look at", remedy_of(rule, judgement)),
+        _row_line("Look at", first),
+        *(f"{'':16}{other}" for other in others),
         _row_line("Rerun", session.rerun(rule.number)),
     ]
     if script := session.reproducer(rule.number):
