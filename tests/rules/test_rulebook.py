@@ -163,22 +163,27 @@ The requirements that a subject must meet to be certified. This page is written 
 
 ## Words
 
-| word | meaning |
-|---|---|
-| scenario | what the ranks of a run do: a model, its gradients, the number of steps, options of DDP. `values@2` is the scenario `values` on two ranks |
-| drawn | chosen at random from the session's seed, which the certificate names; `--seed` makes the same choices again |
-| crafted gradients | values whose mean is exact in every order of additions, so that a right result has the same bits |
-| reference | the subject of `hooks_ref` that a rule or a run is compared with |
-| lossy claim | `compressed`, `unbiased` or `local`: a single result is not the mean, and all steps are judged together |
-| shadowed step | a step in which a rank that has run out of inputs issues the collectives of those that train |
-| simulated ranks | many ranks in one process, whose collectives are computed there (section 20) |
-| holds | a MUST rule that passed, or that does not apply for the reason given |
-| not applicable | the claims, the profile or the subject's kind leave nothing to judge; a certificate lists why, and calls it a limit |
-| not run | the rule had no chance to fail: no certificate |
-| advice | a SHOULD rule that fails; it does not change the verdict |
-| kit error | the kit or the machine is at fault: the reference fails as well, or the rule itself does |
-| development run | a run of chosen rules or world sizes: no certificate |
-| golden list | the MUST rules that a certificate needs, in `golden.txt` |
+- **scenario**: what the ranks of a run do: a model, its gradients, the number of steps, options of
+  DDP. `values@2` is the scenario `values` on two ranks.
+- **drawn**: chosen at random from the session's seed, which the certificate names; `--seed` makes
+  the same choices again.
+- **crafted gradients**: values whose mean is exact in every order of additions, so that a right
+  result has the same bits.
+- **reference**: the subject of `hooks_ref` that a rule or a run is compared with.
+- **lossy claim**: `compressed`, `unbiased` or `local`: a single result is not the mean, and all
+  steps are judged together.
+- **shadowed step**: a step in which a rank that has run out of inputs issues the collectives of
+  those that train.
+- **simulated ranks**: many ranks in one process, whose collectives are computed there (section 20).
+- **holds**: a MUST rule that passed, or that does not apply for the reason given.
+- **not applicable**: the claims, the profile or the subject's kind leave nothing to judge; a
+  certificate lists why, and calls it a limit.
+- **not run**: the rule had no chance to fail: no certificate.
+- **advice**: a SHOULD rule that fails; it does not change the verdict.
+- **kit error**: the kit or the machine is at fault: the reference fails as well, or the rule itself
+  does.
+- **development run**: a run of chosen rules or world sizes: no certificate.
+- **golden list**: the MUST rules that a certificate needs, in `golden.txt`.
 
 ## Claims
 
