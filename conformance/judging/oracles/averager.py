@@ -17,10 +17,12 @@ those of the first rank of G on every rank, so that both ways give the same mean
 frozen parameters, and for integers, which cannot require grad.
 
 Bounds. Crafted values are exact in every order of additions, and for a quotient as well as for a
-product with a rounded 1 / W, unless W is 7 (``EXACT_SIZES``): the bound is 0. With 7 ranks, and
-with random values, the sum takes W - 1 additions and the division at most two operations, so that
-W + 1 roundings of half an epsilon each, relative to sum_q |x_q| / W, can add up. The bound is
-(W + 2) eps sum_q |x_q| / W, more than twice as much.
+product with a rounded 1 / W, unless W is 7 (``EXACT_SIZES``). With 7 ranks, and with random values,
+the sum takes W - 1 additions and the division at most two operations, so that W + 1 roundings of
+half an epsilon each, relative to sum_q |x_q| / W, can add up. The bound is
+(W + 2) eps sum_q |x_q| / W, more than twice as much. A running mean, m + (x - m) / k or
+m (k - 1) / k + x / k, rounds whatever the values are. In float64 it may stand a rounding beside
+zero: for crafted values the bound has the epsilon of float64.
 
 A value that is not finite has to be the same: NaN if the mean is NaN, otherwise the same infinity.
 
@@ -205,10 +207,11 @@ def _bound(
     magnitude = fed_by.abs().mean(0)
     if is_of_integers(run.scenario.params[index]):
         return torch.zeros_like(magnitude)
-    if run.scenario.steps[step] != "normal" and len(group) in EXACT_SIZES:
+    if not group:
         return torch.zeros_like(magnitude)
-    eps = torch.finfo(getattr(torch, specs_at(run.scenario, step)[index].dtype)).eps
-    return (len(group) + 2) * eps * magnitude
+    is_exact = run.scenario.steps[step] != "normal" and len(group) in EXACT_SIZES
+    dtype = "float64" if is_exact else specs_at(run.scenario, step)[index].dtype
+    return (len(group) + 2) * torch.finfo(getattr(torch, dtype)).eps * magnitude
 
 
 def _cause(
