@@ -361,9 +361,10 @@ def pauses_steps(model: Any, is_final_microbatch: bool, optimizers: list[Any]) -
         group = model.process_group
         for parameter in model.parameters():
             for state in [one.state[parameter] for one in optimizers if parameter in one.state]:
-                momentum = state["momentum_buffer"].contiguous()
-                dist.broadcast(momentum, dist.get_global_rank(group, 0), group=group)
-                state["momentum_buffer"].copy_(momentum)
+                for value in filter(torch.is_tensor, state.values()):
+                    sent = value.contiguous()
+                    dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+                    value.copy_(sent)
 
 
 RIGHT = [
