@@ -55,7 +55,9 @@ class ByModulus:
 
     def _code(self, tensor: Tensor, length: int) -> Tensor:
         values = _parts(tensor)
-        moduli = values.view(-1, 2).norm(dim=1) if tensor.is_complex() else values.abs()
+        # hypot() squares nothing: norm() gives zero for 1e-24.
+        pairs = values.view(-1, 2).unbind(1) if tensor.is_complex() else ()
+        moduli = torch.hypot(*pairs) if pairs else values.abs()
         scale = moduli.max() / 127 if moduli.numel() else values.new_zeros(())
         small = torch.where(scale == 0, 0.0, values / scale).round().nan_to_num().to(torch.int8)
         code = torch.zeros(4 + length, dtype=torch.uint8)

@@ -15,14 +15,17 @@ from conformance.subjects.claims import Claims
 def require_fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     """Require that calls send no more bytes than their format needs, and fewer than float32.
 
-    Calls with async_op=True begin before others of the step have ended: their bytes are counted
-    together. Calls that are refused count nothing. Nor do those of a rank that is alone in its
+    Calls with async_op=True begin before others of the step have ended: all bytes of such a step
+    are counted together. Calls that are refused count nothing. Nor do those of a rank that is alone in its
     group, which has nobody to send to, and those that come together on groups of two sizes: nobody
     tells which of them a collective belongs to.
     """
     together: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
+    indices = range(len(run.scenario.params))
     for call in calls(run):
-        is_alone = not messages.is_asynchronous(run.scenario, call.step, call.index)
+        is_alone = not any(
+            messages.is_asynchronous(run.scenario, call.step, index) for index in indices
+        )
         if not call.refused:
             together[call.rank, call.step, call.index if is_alone else -1].append(call)
     if not together:
