@@ -117,7 +117,12 @@ def page() -> str:
         "and the references of `hooks_ref`, by",
         "rule. `python -m tests.matrix` judges what is not current, at the default world sizes on "
         "Gloo and CPU, and writes this page.",
-        "A subject that is *not run* was left out so far, which says nothing about it.",
+        "A subject that is *not run* was left out so far, which says nothing about it. A "
+        'verdict "by the rules of" a date is older than the',
+        "present rules: rules that were added or changed since have not judged that subject. "
+        "[Versions of torch](torch-versions.md) has other",
+        "versions than this page, and fewer and older rules: a subject that is refused here "
+        "may hold there.",
         "",
         "## torch's own",
         "",

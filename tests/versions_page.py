@@ -17,6 +17,19 @@ _NAMES = {
     "torch_bf16": "bf16_compress_hook",
     "torch_fp16_wrapped": "fp16_compress_wrapper(allreduce_hook)",
 }
+# What the rows do not show. The date and the newer rules are those of the results on file: change
+# them when rows are made anew (``git log tests/torch_versions/results``).
+_LEFT_OUT = (
+    "References and torch's own subjects are not judged by rules whose runs take long "
+    "(sections 20 and 22 to 25, and a part of sections 13",
+    "to 19), nor by section 21, which needs CUDA. The rows are of 2026-11-26. No row was "
+    "judged by the MUST rules of the subset that are newer:",
+    "11.8, 13.16 to 13.18, 14.28, 15.41 to 15.43, 16.38 to 16.40, 17.36 to 17.38, 18.33, "
+    "18.34, 18.36, 19.36 and 19.39. Other rules have",
+    "become stricter since. So `checkpoint_wrapper` holds below on torch 2.13 to 2.15, "
+    "although 19.36 refuses it on 2.13:",
+    "[the matrix](matrix.md) judges torch's own subjects on 2.13 by all rules but those of CUDA.",
+)
 # Faults of torch's own subjects that are known there, by the rule that sees them.
 _ISSUES = {"2.8": "pytorch#158753", "19.15": "pytorch#184018"}
 
@@ -41,6 +54,8 @@ def page(results: Sequence[Result] | None = None) -> str:
         "tests.versions`, which judges a subset on two ranks on a CPU.",
         "Versions and subjects that have not been run so are marked as not run. `tox -e torch2.6 "
         "-- --small` makes a row.",
+        "",
+        *_LEFT_OUT,
         "",
         *_overview(results),
         "",

@@ -61,6 +61,7 @@ from conformance.scenarios.training_sizes import (
 )
 from conformance.scenarios.unused_dtypes import add_other_dtypes
 from conformance.scenarios.values import LAYERS, RANGES, within_range
+from conformance.session import lossy_steps
 from conformance.session import scenario_changes as changes
 from conformance.session.long_schedule import schedule_long_run
 from conformance.session.lossy_sizes import (
@@ -216,7 +217,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             scenario.name == SPARSE.name and bool(claims.lossy or claims.fused)
         ),
-        changes.drop_special_steps,
+        lossy_steps.drop_special_steps,
         "residuals and optimizers keep NaN",
     ),
     Adaptation(
@@ -233,12 +234,12 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name == VIEWS.name,
-        changes.steps_of_values,
+        lossy_steps.steps_of_values,
         "rule 1.10 compares its first steps with those of `values`",
     ),
     Adaptation(
         lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name != VIEWS.name,
-        changes.drop_wide_steps,
+        lossy_steps.drop_wide_steps,
         "small values beside large ones may be lost",
     ),
     Adaptation(
@@ -248,7 +249,7 @@ ADAPTATIONS = (
     ),
     Adaptation(
         changes.lacks_random_values,
-        changes.begin_with_random_values,
+        lossy_steps.begin_with_random_values,
         "the first lossy step must lose something",
     ),
     Adaptation(
@@ -257,22 +258,22 @@ ADAPTATIONS = (
             and claims.lossy == UNBIASED
             and not {"inf", "alike", DUST} & set(map(base_kind, scenario.steps))
         ),
-        changes.repeat_for_expectation,
+        lossy_steps.repeat_for_expectation,
         "an expectation shows over many draws for the same gradients",
     ),
     Adaptation(
         lambda scenario, claims: changes.is_long(scenario, claims) and claims.lossy == FEEDBACK,
-        changes.drain_residuals,
+        lossy_steps.drain_residuals,
         "held-back values come out while faint gradients are fed",
     ),
     Adaptation(
         lambda scenario, claims: scenario.name == IMPULSES.name and claims.lossy == FEEDBACK,
-        changes.feed_impulse_after_drain,
+        lossy_steps.feed_impulse_after_drain,
         "an impulse shows alone if nothing else is held back",
     ),
     Adaptation(
         lambda scenario, claims: changes.is_long(scenario, claims) and claims.lossy == DIFFERENCE,
-        changes.repeat_until_converged,
+        lossy_steps.repeat_until_converged,
         "results converge to the mean while the same gradients are fed",
     ),
     Adaptation(
@@ -281,7 +282,7 @@ ADAPTATIONS = (
             and claims.lossy != LOCAL
             and scenario.name == SPECIAL.name
         ),
-        changes.show_recovery,
+        lossy_steps.show_recovery,
         "a result that is finite again may be wrong for good",
     ),
     Adaptation(
@@ -290,7 +291,7 @@ ADAPTATIONS = (
             and claims.lossy == LOCAL
             and scenario.name in _MIXING
         ),
-        changes.watch_mixing,
+        lossy_steps.watch_mixing,
         "partners that are drawn meet within these steps (see oracles/lossy)",
     ),
     Adaptation(
@@ -333,12 +334,12 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims) and scenario.name == SMALL_GRADIENTS.name
         ),
-        changes.shrink_gradients,
+        lossy_steps.shrink_gradients,
         "the added steps are as small as the others",
     ),
     Adaptation(
         changes.is_judged_with_feedback,
-        changes.drain_with_faint_gradients,
+        lossy_steps.drain_with_faint_gradients,
         "held-back values come out while faint gradients are fed, which are not zero",
     ),
     Adaptation(

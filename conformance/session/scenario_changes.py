@@ -3,19 +3,12 @@
 A condition and a change take the scenario and the claims.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from conformance.judging.oracles.lossy import (
-    LEFT,
-    LEFT_IN_REPEATED,
     LONG_SCENARIOS,
     MIXING_STEPS,
     OPTION_SCENARIOS,
-    REPEATED_SCENARIOS,
-    TRIALS,
-    TRIALS_OF_VALUES,
 )
 from conformance.judging.oracles.optimizer_claim import claimed_rate
 from conformance.scenarios import (
@@ -36,30 +29,24 @@ from conformance.scenarios.evidence import (
 from conformance.scenarios.few_elements import in_all_parameters, in_each_parameter
 from conformance.scenarios.hook import (
     AT_SCALE,
-    BUCKETS,
     RAW,
     RESUMED_ONE,
     SAVED_ONE,
-    STREAMS,
     VALUES,
     VIEWS,
 )
-from conformance.scenarios.impulses import ALONE
 from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.sparse import SPARSE
-from conformance.scenarios.specials import base_kind, with_all_elements, without_element
+from conformance.scenarios.specials import with_all_elements, without_element
 from conformance.scenarios.surroundings import JOINT
 from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, within_range
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
-    FEEDBACK,
     LOCAL,
-    UNBIASED,
     Claims,
 )
 from conformance.subjects.kinds import HOOK, KINDS
@@ -89,12 +76,6 @@ _ON_GROUPS = (ROLLED_BACK.name, UNUSED_GROUPS.name)
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
 _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
-_SMALL_KINDS = {
-    "normal": "small",
-    "constant": "small_constant",
-    "settling": "small_constant",
-    "faint": "small_faint",
-}
 
 
 def make_poststep_call(scenario: Scenario, claims: Claims) -> Scenario:
@@ -215,93 +196,6 @@ def thin_out_sizes(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, params=scenario.params[::4])
 
 
-def steps_of_values(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take the first steps of the scenario ``values``."""
-    return replace(scenario, steps=_without_wide(VALUES.steps, claims)[:3])
-
-
-def drop_wide_steps(scenario: Scenario, claims: Claims) -> Scenario:
-    """Drop steps with small values beside large ones."""
-    return replace(scenario, steps=_without_wide(scenario.steps, claims))
-
-
-def _without_wide(steps: Sequence[str], claims: Claims) -> tuple[str, ...]:
-    """Return the steps without wide-ranged gradients; random ones first if there is a warm-up.
-
-    After a warm-up the first lossy step must feed values that no narrow dtype holds: crafted values
-    may survive compression.
-    """
-    kept = [kind for kind in steps if kind != "wide"]
-    if claims.warmup:
-        kept.sort(key=lambda kind: kind != "normal")
-    return tuple(kept)
-
-
-def drop_special_steps(scenario: Scenario, claims: Claims) -> Scenario:
-    """Drop the steps with NaN and infinities, and those behind them."""
-    kinds = [base_kind(kind) for kind in scenario.steps]
-    return replace(scenario, steps=scenario.steps[: kinds.index("nan")])
-
-
-def begin_with_random_values(scenario: Scenario, claims: Claims) -> Scenario:
-    """Begin with a step of random values."""
-    return replace(scenario, steps=("normal", *scenario.steps[1:]))
-
-
-def repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
-    """Repeat steps until an expectation shows."""
-    count = TRIALS if scenario.name in LONG_SCENARIOS else len(scenario.steps)
-    if scenario.name in (VALUES.name, SPARSE.name):
-        count = TRIALS_OF_VALUES
-    if scenario.name == LAYERS.name:
-        return replace(scenario, steps=(LAYERS.steps[0], *("training_constant",) * count))
-    # Rule 21.1 compares the first steps of the two.
-    if scenario.name in (BUCKETS.name, STREAMS.name):
-        return replace(scenario, steps=("beside",) * count)
-    return replace(scenario, steps=("constant",) * count)
-
-
-def drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps in which held-back values come out."""
-    return replace(scenario, steps=scenario.steps + ("faint",) * _draining_steps(scenario, claims))
-
-
-def feed_impulse_after_drain(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps in which held-back values come out, and a step of gradients after them."""
-    drain = ("faint",) * _steps_until_drained(claims.delta, LEFT_IN_REPEATED)
-    return replace(scenario, steps=(*scenario.steps, *drain, ALONE))
-
-
-def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps of the same gradients."""
-    kind = "training_constant" if scenario.name == LAYERS.name else "settling"
-    return replace(scenario, steps=scenario.steps + (kind,) * _draining_steps(scenario, claims))
-
-
-def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps that show whether results are right again: draws on the same gradients, or steps
-    in which residuals come out or estimates converge.
-    """
-    count = _steps_until_drained(claims.delta, LEFT_IN_REPEATED)
-    more = {
-        UNBIASED: ("constant",) * TRIALS,
-        FEEDBACK: ("faint",) * count,
-        DIFFERENCE: ("settling",) * count,
-    }
-    return replace(scenario, steps=scenario.steps + more.get(claims.lossy, ()))
-
-
-def _draining_steps(scenario: Scenario, claims: Claims) -> int:
-    left = LEFT_IN_REPEATED if scenario.name in REPEATED_SCENARIOS else LEFT
-    return _steps_until_drained(claims.delta, left)
-
-
-def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps until a rank has heard of all others."""
-    more = MIXING_STEPS - len(scenario.steps)
-    return replace(scenario, steps=scenario.steps + ("normal",) * more)
-
-
 def take_many_buckets(scenario: Scenario, claims: Claims) -> Scenario:
     """Take parameters in buckets of their own.
 
@@ -380,14 +274,6 @@ def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=steps)
 
 
-def drain_with_faint_gradients(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take faint gradients for those that empty residuals."""
-    count = _steps_until_drained(claims.delta, LEFT)
-    return replace(
-        scenario, steps=scenario.steps + ("faint",) * count, rescale_call=claims.rescaled
-    )
-
-
 def save_after_rescale(scenario: Scenario, claims: Claims) -> Scenario:
     """Change the loss scale before the state is saved, and once more when it has been loaded; the
     steps and the factors are drawn, alike for the run that saves and the one that resumes.
@@ -421,11 +307,6 @@ def is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
     if scenario.name == FEEDBACK_RESTING.name:
         return claims.keeps_unused and bool(claims.rescaled) and claims.lossy != DIFFERENCE
     return scenario.name == FEEDBACK_RESCALED.name and bool(claims.rescaled)
-
-
-def shrink_gradients(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take smaller gradients of the same kinds."""
-    return replace(scenario, steps=tuple(_SMALL_KINDS.get(kind, kind) for kind in scenario.steps))
 
 
 def double_first_parameter(scenario: Scenario, claims: Claims) -> Scenario:
@@ -553,10 +434,3 @@ def lacks_random_values(scenario: Scenario, claims: Claims) -> bool:
         and lossy_at_once
         and not {"normal", "training"} & set(scenario.steps)
     )
-
-
-def _steps_until_drained(delta: float, left: float) -> int:
-    """Return the number n of steps after which (1 - delta)**(n / 2) <= left; see
-    ``oracles/lossy``.
-    """
-    return math.ceil(2 * math.log(left) / math.log(1 - delta)) if delta < 1 else 2

@@ -20,8 +20,11 @@ def require_context(context: Any, strategy: Any) -> None:
     text = f"a sync strategy returns a context manager; this one returned {described(context)}"
     if isinstance(strategy, type) and callable(context):
         # Its instances may be what is called for each micro-batch.
-        name = f"{strategy.__module__}:{strategy.__qualname__}"
-        text += f"; if a call of this object returns one, type {name}()"
+        name = strategy.__qualname__
+        text += (
+            f"; if a call of this object returns one, name an object of {name} that your module "
+            "makes, or claim counts(N), which makes one, if it counts micro-batches itself"
+        )
     raise TargetError(text)
 
 

@@ -397,7 +397,7 @@ def _not_finite(got: torch.Tensor | None) -> str:
 
 def require_recovered(run: Run, claims: Claims, found: Found) -> None:
     """Require the claim of the steps after those with NaN and infinities, the last one of which is
-    ordinary; ``scenario_changes.show_recovery`` has the steps after it.
+    ordinary; ``lossy_steps.show_recovery`` has the steps after it.
     """
     judged = JudgedRun(run, claims, found)
     ordinary = run.steps("crafted")[-1]
