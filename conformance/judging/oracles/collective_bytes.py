@@ -16,9 +16,9 @@ def require_fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     """Require that calls send no more bytes than their format needs, and fewer than float32.
 
     Calls with async_op=True begin before others of the step have ended: all bytes of such a step
-    are counted together. Calls that are refused count nothing. Nor do those of a rank that is alone in its
-    group, which has nobody to send to, and those that come together on groups of two sizes: nobody
-    tells which of them a collective belongs to.
+    are counted together. Calls that are refused count nothing. Nor do those of a rank that is alone
+    in its group, which has nobody to send to, and those that come together on groups of two sizes:
+    nobody tells which of them a collective belongs to.
     """
     together: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
     indices = range(len(run.scenario.params))
