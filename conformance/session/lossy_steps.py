@@ -10,6 +10,7 @@ from dataclasses import replace
 from conformance.judging.oracles.lossy import (
     LEFT,
     LEFT_IN_REPEATED,
+    LEFT_IN_REWRAPPED,
     LONG_SCENARIOS,
     MIXING_STEPS,
     REPEATED_SCENARIOS,
@@ -110,6 +111,8 @@ def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
 
 def _draining_steps(scenario: Scenario, claims: Claims) -> int:
     left = LEFT_IN_REPEATED if scenario.name in REPEATED_SCENARIOS else LEFT
+    if scenario.rewraps:
+        left = LEFT_IN_REWRAPPED
     return _steps_until_drained(claims.delta, left)
 
 
