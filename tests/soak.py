@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         "--kind",
         nargs="+",
         choices=KINDS,
-        default=KINDS,
+        default=list(KINDS),
         help="judge subjects of these kinds alone",
     )
     add("--seed", type=int, default=0, help="the seed of the first run")
