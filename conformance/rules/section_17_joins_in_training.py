@@ -20,6 +20,7 @@ from conformance.judging.oracles.join_buffers import require_buffers
 from conformance.judging.oracles.join_clipping import Clipping
 from conformance.judging.oracles.join_counts import require_same_counts
 from conformance.judging.oracles.join_numbers import (
+    computed_states,
     require_gradients_of_trainers,
     require_last_state,
     require_numbers,
@@ -265,6 +266,7 @@ def many(run: Run, claims: Claims, found: Found) -> None:
     context without the argument divides by all ranks, whatever the one before it was given.
     """
     clipping = Clipping()
+    computed = {name for part in parts(run, 10) for name in computed_states(part)}
     for part in parts(run, 10):
         if is_context(run):
             for member in members(part):
@@ -275,7 +277,7 @@ def many(run: Run, claims: Claims, found: Found) -> None:
                 require_steps(part, member, found)
                 require_post_hooks(part, member, found)
         else:
-            require_numbers(part, found, clipping=clipping)
+            require_numbers(part, found, clipping=clipping, computed=computed)
     clipping.settle(found)
     if not found.checks:
         found.does_not_apply(NOTHING_TO_JUDGE)

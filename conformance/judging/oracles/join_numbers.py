@@ -33,7 +33,7 @@ not been handed out, as a count of steps.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -52,6 +52,8 @@ from conformance.scenarios.join_draws import divides_by_all
 
 NO_GRADIENTS = "it leaves no gradients in parameters that autograd trains"
 OTHER_GRADIENTS = "after even inputs its gradients are neither means nor sums over ranks"
+# Names of parameters and of an optimizer's state, see ``ranks/drivers/_join_numbers.py``.
+_OF_TRAINING = re.compile(r"(?:^|\.)(?:parameter|group) \d")
 NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate after even inputs"
 COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
 
@@ -191,13 +193,20 @@ def require_replicas(
             )
 
 
-def require_last_state(run: Run, found: Found) -> None:
-    """Require the state that a rank with the most inputs held at the end of its body."""
+def require_last_state(run: Run, found: Found, computed: Collection[str] = ()) -> None:
+    """Require the state that a rank with the most inputs held at the end of its body.
+
+    Args:
+        run: the run.
+        found: the findings.
+        computed: parts of the state that other contexts compute as they end.
+    """
     replicated = _replicated(run)
     if not replicated:
         found.does_not_apply(NO_STATE)
         return
-    names = [name for name in replicated if _is_handed_out(run, name)]
+    computed = {*computed, *computed_states(run)}
+    names = [name for name in replicated if name not in computed]
     if not names:
         found.does_not_apply(COMPUTED_STATE)
         return
@@ -257,6 +266,7 @@ def require_numbers(
     found: Found,
     even_contexts: tuple[int, ...] = (0,),
     clipping: Clipping | None = None,
+    computed: Collection[str] = (),
 ) -> None:
     """Require gradients, replicas, the last state and that of even bodies, as far as each of them
     applies.
@@ -264,7 +274,8 @@ def require_numbers(
     require_gradients = partial(
         require_gradients_of_trainers, even_contexts=even_contexts, clipping=clipping
     )
-    requirements = (require_gradients, require_replicas, require_last_state, require_even_bodies)
+    require_last = partial(require_last_state, computed=computed)
+    requirements = (require_gradients, require_replicas, require_last, require_even_bodies)
     for require in requirements:
         trial = Found()
         require(run, trial)
@@ -494,7 +505,21 @@ def _replicated(run: Run) -> list[str]:
     return [name for name in held[0] if len({state.get(name, "none") for state in held}) == 1]
 
 
-def _is_handed_out(run: Run, name: str) -> bool:
-    group = list(_of(run, 0))
-    after = state_of(group[0], "left")[name]
-    return after in [state_of(member, "leaving").get(name, "none") for member in group]
+def computed_states(run: Run) -> set[str]:
+    """Return the parts of the state that some context with even inputs leaves as no rank held them.
+
+    They are computed as it ends, such as a copy of the model at the end of every third context.
+    Parameters and the state of an optimizer may be computed in every context, from the first one
+    on, and not in some alone: what a context then does to them is a defect.
+    """
+    computed = set()
+    for context in _contexts(run):
+        group = list(_of(run, context))
+        if {member.own_inputs for member in group} != {group[0].most_inputs}:
+            continue
+        for name, after in state_of(group[0], "left").items():
+            if context and _OF_TRAINING.search(name):
+                continue
+            if after not in [state_of(member, "leaving").get(name, "none") for member in group]:
+                computed.add(name)
+    return computed
