@@ -30,6 +30,7 @@ from conformance.session.report_parts import (
     remedy_of,
 )
 from conformance.session.session import Session
+from conformance.subjects.claims import WITHOUT_CLAIMS
 from conformance.subjects.kinds import HOOK, KINDS
 
 # Of each piece of evidence the terminal shows so many lines; report.json holds all of them.
@@ -116,7 +117,9 @@ def _closing_lines(session: Session, conclusion: Conclusion) -> list[str]:
         *session.notes,
     ]
     claims = session.header["claims"]["text"]
-    verdict = f"{LABELS[conclusion.verdict]}  {session.display_name}  as {claims}"
+    verdict = f"{LABELS[conclusion.verdict]}  {session.display_name}"
+    if not claims.startswith(WITHOUT_CLAIMS):
+        verdict += f"  as {claims}"
     if conclusion.certificate:
         return [*details, verdict, *certificate_lines(session)]
     lines = [verdict]

@@ -25,6 +25,7 @@ from conformance.subjects.kinds._lossy import (
 )
 
 AUTO = "auto"  # the value of --claims that tries claims
+WITHOUT_CLAIMS = "what every"  # begins the text of a subject's claims if it makes none
 _CLAIM = re.compile(r"(?P<name>[^\W\d]\w*)\s*(\((?P<arguments>.*)\))?", re.DOTALL)
 
 
@@ -142,7 +143,7 @@ class Claims:
         # texts of certificates are compared, so this order stays.
         names = dict.fromkeys([*self.options, *known])
         texts = [known[name].write(self) for name in names]
-        return ", ".join(text for text in texts if text) or f"what every {self.kind} is"
+        return ", ".join(text for text in texts if text) or f"{WITHOUT_CLAIMS} {self.kind} is"
 
 
 # ---- Parsing
