@@ -19,7 +19,7 @@ def apply_rule(rule: Rule, records: Run | dict[str, Run], claims: Claims) -> Fou
 
     A record may lack a part that the rule reads, hold None for a value, or hold a tensor of another
     shape: the subject has kept the kit from recording, or has changed its parameters. That is a
-    failure. If the reference fails in the same way, the engine makes a kit error of it.
+    failure. If the reference fails in the same way, the engine takes it for a kit error.
 
     Raises:
         RuleCrashed: the rule raised any other exception.
