@@ -114,8 +114,8 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _with_few_elements(scenario: Scenario, draws: random.Random) -> Scenario:
-    """Return the scenario with a drawn number of elements in its smallest parameter, of which a
-    share may be rounded to none."""
+    """Return the scenario with a drawn number of elements in its smallest parameter: a share of
+    them may be rounded to no element."""
     sizes = [math.prod(spec.shape) for spec in scenario.params]
     smallest = sizes.index(min(sizes))
     params = list(scenario.params)
