@@ -339,7 +339,7 @@ class Engine:
                 judgement.note_run(name, Verdict.NOT_RUN, str(error))
 
     def _with_baseline(self, rule: Rule, run: Run) -> Run | dict[str, Run]:
-        """Return what a rule reads of one run: the run, or a dict with the run and its baselines."""
+        """Return what a rule reads of one run: the run, or a dict with it and its baselines."""
         scenario, size = run.scenario, run.world
         if rule.reads_all_runs:
             return {run.name: run, **self.maker.baseline_runs(rule.baseline, scenario, size)}
