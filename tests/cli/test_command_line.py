@@ -153,7 +153,8 @@ def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
         "Likely cause: every element is world_size times the mean: the sum was not divided",
         "Rerun:        pytest --pyargs conformance --hook mypkg:total --seed ",
         "Reproduce:    torchrun --nproc-per-node=2 conformance-results/mypkg_total/repro_2_1.py",
-        'the hook would pass 2.1, 2.2, 2.3, 2.6, 2.7, 2.10 with --claims "sum": if it promises no',
+        'the hook would pass 2.1, 2.2, 2.3, 2.6, 2.7, 2.10 with --claims "sum"',
+        "if it promises no more than that, run again with that claim",
         "REFUSED  mypkg:total  as exact",
     ):
         assert said in done.stdout, done.stdout

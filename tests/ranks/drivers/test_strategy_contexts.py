@@ -19,8 +19,8 @@ def test_a_context_manager_is_taken() -> None:
     require_context(nullcontext(), nullcontext)
 
 
-def test_a_class_whose_objects_are_called_is_to_be_called_in_the_target() -> None:
-    with pytest.raises(TargetError, match=r"returned an object of type Called; .*Called\(\)$"):
+def test_a_class_whose_objects_are_called_gets_the_advice_to_name_an_object() -> None:
+    with pytest.raises(TargetError, match=r"of type Called; .* name an object of Called that "):
         require_context(Called(), Called)
 
 
