@@ -259,7 +259,11 @@ class AveragesInBackward(AveragesGradients):
     def _arrives(self, _: torch.Tensor) -> None:
         if not self.is_queued:
             self.is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+            torch.autograd.Variable._execution_engine.queue_callback(self._queue_average)
+
+    def _queue_average(self) -> None:
+        # DDP has queued its own callback by now, which waits for its means. They come first.
+        torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:
