@@ -87,10 +87,10 @@ _MIXING = tuple(
 
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
-# The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
-# a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
 # Those in which the sum of all results shows what became of residuals.
 _FOR_RESIDUALS = tuple(s.name for s in (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_RESTING))
+# The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
+# a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
 _FEW_ELEMENTS = {
     CONTRACTION: (VALUES.name, VALUES_AGAIN.name, LAYERS.name),
     FEEDBACK: (LAYERS.name,),

@@ -20,9 +20,13 @@ Bounds. Crafted values are exact in every order of additions, and for a quotient
 product with a rounded 1 / W, unless W is 7 (``EXACT_SIZES``). With 7 ranks, and with random values,
 the sum takes W - 1 additions and the division at most two operations, so that W + 1 roundings of
 half an epsilon each, relative to sum_q |x_q| / W, can add up. The bound is
-(W + 2) eps sum_q |x_q| / W, more than twice as much. A running mean, m + (x - m) / k or
-m (k - 1) / k + x / k, rounds whatever the values are. In float64 it may stand a rounding beside
-zero: for crafted values the bound has the epsilon of float64.
+(W + 2) eps sum_q |x_q| / W, more than twice as much.
+
+A running mean in float64, m <- m ((k - 1) / k) + x_k / k for k = 2 to W, rounds whatever the values
+are, and may stand beside a mean of zero. Its k-th step has at most three roundings of half an
+epsilon on the way of m and of x_k, relative to sum_(q <= k) |x_q| / k, and the later steps shorten
+its error to k / W. So a step adds at most 3/2 eps sum_q |x_q| / W, and all of them less than
+2 W eps sum_q |x_q| / W, with the epsilon of float64: the bound of crafted values.
 
 A value that is not finite has to be the same: NaN if the mean is NaN, otherwise the same infinity.
 
@@ -209,9 +213,10 @@ def _bound(
         return torch.zeros_like(magnitude)
     if not group:
         return torch.zeros_like(magnitude)
-    is_exact = run.scenario.steps[step] != "normal" and len(group) in EXACT_SIZES
-    dtype = "float64" if is_exact else specs_at(run.scenario, step)[index].dtype
-    return (len(group) + 2) * torch.finfo(getattr(torch, dtype)).eps * magnitude
+    if run.scenario.steps[step] != "normal" and len(group) in EXACT_SIZES:
+        return 2 * len(group) * torch.finfo(torch.float64).eps * magnitude
+    eps = torch.finfo(getattr(torch, specs_at(run.scenario, step)[index].dtype)).eps
+    return (len(group) + 2) * eps * magnitude
 
 
 def _cause(
