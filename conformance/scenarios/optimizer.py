@@ -193,7 +193,8 @@ DDP = replace(
 DDP_VIEWS = replace(
     DDP,
     name="optimizer_ddp_views",
-    summary="the scenario `optimizer_ddp`, with gradients that are views of DDP's buckets",
+    summary="the scenario `optimizer_ddp`, with gradients that are views of DDP's buckets, whose "
+    "means arrive in the last moment of each backward",
     world_sizes=(2,),
     ddp=replace(DDP.ddp, gradient_as_bucket_view=True),
 )

@@ -1,5 +1,5 @@
-"""Mutants of section 15: several backwards before a step, gradients of zeros on all ranks, and
-states that are saved right after a load.
+"""Mutants of section 15: several backwards before a step, gradients of zeros on all ranks, averages
+beside DDP's, and states that are saved right after a load.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,12 @@ import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants.optimizer_wrappers import PostLocal
-from tests.right.optimizer_wrappers import AveragesGradients, KeepsInBuffers
+from tests.right.optimizer_wrappers import (
+    AveragesGradients,
+    AveragesInBackward,
+    KeepsInBuffers,
+    average_gradients,
+)
 
 
 class ReplacesInBuffers(KeepsInBuffers):
@@ -337,6 +342,33 @@ class LoadsAtTheNextStep(PostLocal):
         return super().step(closure)
 
 
+class AveragesBesideDDP(AveragesInBackward):
+    """Average in a callback at the end of the backward, before DDP waits for its means."""
+
+    def _queue_average(self) -> None:
+        self._average()
+
+
+class PacksBesideDDP(AveragesInBackward):
+    """Average in such a callback as one flat tensor of each dtype, sums before the division."""
+
+    @torch.no_grad()
+    def _queue_average(self) -> None:
+        self.is_queued = False
+        self.is_averaged = True
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        if any(grad is None for grad in grads):
+            average_gradients(self.param_groups, self.group, self._divided)
+            return
+        for dtype in {grad.dtype: None for grad in grads}:
+            of_dtype = [grad for grad in grads if grad.dtype == dtype]
+            flat = torch.cat([self._divided(grad).reshape(-1) for grad in of_dtype])
+            dist.all_reduce(flat, group=self.group)
+            parts = flat.split([grad.numel() for grad in of_dtype])
+            for grad, part in zip(of_dtype, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+
+
 MUTANTS = [
     *(Mutant(name, ("15.28",), kind="optimizer") for name in ("LoadsAtTheNextStep",)),
     *(
@@ -351,5 +383,9 @@ MUTANTS = [
     *(
         Mutant(name, ("15.9",), "averages", kind="optimizer")
         for name in ("LeavesOutZeros", "LeavesOutZeroMeans")
+    ),
+    *(
+        Mutant(name, ("15.16",), "averages", kind="optimizer")
+        for name in ("AveragesBesideDDP", "PacksBesideDDP")
     ),
 ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._means_in_flight import hold_means_back
 from conformance.ranks.drivers._optimizer_backwards import run_backwards, without_average
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
@@ -123,6 +124,8 @@ class OptimizerDriver(RankDriver):
                 process_group=self.group if self.scenario.groups else None,
                 gradient_as_bucket_view=self.scenario.ddp.gradient_as_bucket_view,
             )
+            if self.scenario.ddp.gradient_as_bucket_view:
+                hold_means_back(self.ddp, self.group)
         names = names_in_signature(self)
         self.averager = None
         if "averager" in names:
