@@ -43,8 +43,9 @@ SPECIAL_LARGE = Scenario(
     name="special_large",
     summary="a lone NaN or infinity in a large bucket, and NaN in a bucket of one element, at "
     "drawn places",
-    params=(Param((17,)), Param((137, 131)), Param((1,))),
-    steps=("tiled", "nan/0/1/0", "nan/1/1/-1", "inf/1/1/9", "nan/1/2/0", "tiled"),
+    # DDP fills its buckets from the last parameter on: the element is left for a bucket of its own.
+    params=(Param((1,)), Param((17,)), Param((137, 131))),
+    steps=("tiled", "nan/0/2/0", "nan/1/2/-1", "inf/1/2/9", "nan/1/0/0", "tiled"),
     world_sizes=(2,),
     ddp=DDPOptions(bucket_cap_mb=_CAP),
     prerequisite="special",
@@ -159,19 +160,19 @@ def _draw_special(scenario: Scenario, draw: random.Random) -> Scenario:
 
 def _draw_special_large(scenario: Scenario, draw: random.Random) -> Scenario:
     """Draw the matrix, and the places in it."""
-    small, _, one = scenario.params
+    one, small, _ = scenario.params
     columns = draw.randrange(97, 211)
     rows = max(2, _draw_size(draw, _SMALLEST_MATRIX) // columns)
     first, second = draw.sample((0, 1), 2)
     steps = (
         "tiled",
-        f"nan/{first}/1/{_draw_element(draw)}",
-        f"nan/{second}/1/{_draw_element(draw)}",
-        f"inf/{draw.choice((0, 1))}/1/{_draw_element(draw)}",
-        f"nan/{draw.choice((0, 1))}/2/0",
+        f"nan/{first}/2/{_draw_element(draw)}",
+        f"nan/{second}/2/{_draw_element(draw)}",
+        f"inf/{draw.choice((0, 1))}/2/{_draw_element(draw)}",
+        f"nan/{draw.choice((0, 1))}/0/0",
         "tiled",
     )
-    return replace(scenario, params=(small, Param((rows, columns)), one), steps=steps)
+    return replace(scenario, params=(one, small, Param((rows, columns))), steps=steps)
 
 
 def _draw_special_deep(scenario: Scenario, draw: random.Random) -> Scenario:

@@ -2,7 +2,7 @@
 rule book refuses.
 
     python -m tests.kill_rate [--module sign ...] [--sample 20] [--seed 0] [--survivors] [--short]
-    python -m tests.kill_rate --sample 0 --record results.jsonl
+    python -m tests.kill_rate --sample 0 --limit 60 --record results.jsonl
 
 Not part of the test run. Each mutation is made in a copy of ``hooks_ref`` and ``examples`` under
 other names, in a folder of its own. It is judged until a MUST rule fails: beside its own original,

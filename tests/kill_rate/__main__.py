@@ -4,6 +4,7 @@ import argparse
 import collections
 import itertools
 import json
+import math
 import random
 import sys
 from collections.abc import Iterable
@@ -30,14 +31,14 @@ def main() -> int:
         source = (ROOT / "hooks_ref" / f"{module}.py").read_text()
         chosen.append(Mutation(module, 0, UNCHANGED, source))
         chosen += picked
-    earlier = _judged_earlier(options.record, chosen)
+    earlier = _judged_earlier(options.record, chosen, options.limit)
     seen = {one.mutation.key for one in earlier}
     asked = [mutation for mutation in chosen if mutation.key not in reasons.keys() | seen]
     judged: list[Judged] = list(earlier)
     _print_titles()
     executor = ProcessPoolExecutor(options.judges, get_context("spawn"), start)
     with executor:
-        results = executor.map(partial(judge, short=options.short), asked)
+        results = executor.map(partial(judge, short=options.short, limit=options.limit), asked)
         for module, of_module in itertools.groupby(results, key=lambda one: one.mutation.module):
             judged += _print_results(of_module, options.record)
             picked = [one for one in chosen if one.module == module and one.change != UNCHANGED]
@@ -52,22 +53,34 @@ def main() -> int:
     return 0
 
 
-def _judged_earlier(record: Path | None, chosen: list[Mutation]) -> list[Judged]:
-    """Return the results on file, of an earlier run that was interrupted."""
+def _judged_earlier(record: Path | None, chosen: list[Mutation], limit: float) -> list[Judged]:
+    """Return the results on file, of an earlier run that was interrupted.
+
+    Those are left out that ran out of time, and have more now.
+    """
     if record is None or not record.exists():
         return []
     found = {}
     for line in record.read_text().splitlines():
         result = json.loads(line)
         found[result["key"]] = result
-    made = [mutation for mutation in chosen if mutation.key in found]
-    return [Judged(one, found[one.key]["by"], found[one.key]["seconds"]) for one in made]
+    return [
+        Judged(mutation, one["by"], one["seconds"], one["is_whole"])
+        for mutation in chosen
+        if (one := found.get(mutation.key))
+        and (one["by"] or one["is_whole"] or one["seconds"] >= limit)
+    ]
 
 
 def _note(record: Path | None, one: Judged) -> None:
     if record:
         with record.open("a") as file:
-            result = {"key": one.mutation.key, "by": one.by, "seconds": round(one.seconds, 1)}
+            result = {
+                "key": one.mutation.key,
+                "by": one.by,
+                "seconds": round(one.seconds, 1),
+                "is_whole": one.is_whole,
+            }
             file.write(json.dumps(result) + "\n")
 
 
@@ -83,7 +96,7 @@ def _print_results(results: Iterable[Judged], record: Path | None) -> list[Judge
         if one.mutation.change != UNCHANGED:
             judged.append(one)
             _note(record, one)
-            by = one.by[:60] or "SURVIVED"
+            by = one.by[:60] or ("SURVIVED" if one.is_whole else "no time")
             print(f"{one.seconds:5.1f} s  {by:<12}  {one.mutation}", flush=True)
         elif one.by:
             raise SystemExit(f"{one.mutation}: {one.by}: cannot be judged on this machine")
@@ -110,6 +123,14 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--judges", type=int, default=2, help="number of judges; hanging cases leave a core idle"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no other rule on a mutation that no rule has refused for so long; it counts as "
+        "a survivor, and a run with more time judges it again",
     )
     parser.add_argument(
         "--record",
@@ -146,7 +167,8 @@ def _print_survivors(judged: list[Judged]) -> None:
     for one in judged:
         if not one.by:
             key = one.mutation.key
-            print(f"survived: {one.mutation}: {': '.join(reasons.get(key, (UNEXPLAINED, key)))}")
+            how = "survived" if one.is_whole else "no time"
+            print(f"{how}: {one.mutation}: {': '.join(reasons.get(key, (UNEXPLAINED, key)))}")
 
 
 def _print_titles() -> None:

@@ -23,6 +23,7 @@ from tests.kill_rate.mutating import ROOT, Mutation
 UNCHANGED = "unchanged"
 PATIENCE = 20.0  # seconds after which a run of a long rule counts as hanging; others take 4
 LONG = 2  # cases that are judged by the long rules
+_CUT = "the time was up"
 FEW = 4  # rules that judge first, and an unchanged copy alone
 
 
@@ -35,11 +36,13 @@ class Judged:
         by: the rule that refused it and its verdict, ``load`` if it cannot be loaded, or '' if it
             survived.
         seconds: the time that this took.
+        is_whole: whether every rule has judged a survivor; if not, the time was up.
     """
 
     mutation: Mutation
     by: str
     seconds: float
+    is_whole: bool = True
 
 
 def start() -> None:
@@ -52,20 +55,22 @@ def start() -> None:
         assert engine.judge("1.5").verdict.holds
 
 
-def judge(mutation: Mutation, short: bool) -> Judged:
+def judge(mutation: Mutation, short: bool, limit: float) -> Judged:
     """Judge one mutation.
 
     Args:
         mutation: the mutation.
         short: by the short rules alone.
+        limit: the seconds after which no other rule begins.
     """
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kill-rate-"))
     try:
         _write_copies(mutation, folder)
         os.chdir(folder)
-        by = _refused_by(mutation, short)
-        return Judged(mutation, by, time.monotonic() - begin)
+        by = _refused_by(mutation, short, begin + limit)
+        is_whole = by != _CUT
+        return Judged(mutation, by if is_whole else "", time.monotonic() - begin, is_whole)
     finally:
         os.chdir(ROOT)
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,16 +93,19 @@ def _renamed(text: str) -> str:
     return text.replace("from examples", "from examples_mutated")
 
 
-def _refused_by(mutation: Mutation, short: bool) -> str:
+def _refused_by(mutation: Mutation, short: bool, end: float) -> str:
     """Return the rule that refuses the mutation and its verdict, or '' if none does.
 
-    A rule that the reference itself fails on this machine refuses nothing.
+    A rule that the reference itself fails on this machine refuses nothing. At ``end``, of
+    ``time.monotonic()``, what is returned is ``_CUT``.
     """
     recent = _RECENT[mutation.module]
     try:
         for asked in _in_order(cases_of(mutation.module, mutation.key), short, recent):
             if mutation.change == UNCHANGED and not asked.is_first:
                 return ""  # the test run judges the originals by the whole book
+            if time.monotonic() > end:
+                return _CUT
             verdict = asked.engine.judge(asked.number).verdict
             if verdict is Verdict.FAIL:
                 _RECENT[mutation.module] = _first(asked.name, recent)
