@@ -49,8 +49,13 @@ def buffer_by_number_of_call(process_group: Any, bucket: Bucket) -> Result:
     group = _group(process_group)
     number = next(_numbers)
     _under_way[number] = bucket.buffer()
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: _under_way.pop(number).div_(group.size()))
+
+    def mean(done: Result) -> torch.Tensor:
+        buffer = _under_way.pop(number)
+        done.value()  # raises the error of a failed collective
+        return buffer.div_(group.size())
+
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(mean)
 
 
 RIGHT = [
