@@ -26,6 +26,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.collective import SUBGROUPS
+from conformance.scenarios.collective_conditions import MIXED_CALLS
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
     IN_FLIGHT,
@@ -326,3 +327,34 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
         require_nothing_lost(run, claims, found, cause)
     else:
         require_calls(run, claims, found)
+
+
+@rule(
+    "18.37",
+    "Averages, layouts, numbers and asynchronous calls come together",
+    on=(MIXED_CALLS,),
+    owns=(MIXED_CALLS,),
+    needs=("18.5", "18.10", "18.16", "18.22", "18.33"),
+    since="2.0",
+    source="torch documentation, async_op and torch.distributed.ReduceOp; torch.no_grad, which is "
+    "in force in Optimizer.step() and in hooks of a backward; these hooks run in threads of their "
+    "own on a GPU",
+    remedy="a branch of one of these alone: what op=ReduceOp.AVG divides, whether async_op=True is "
+    "given or not; reshape(-1) of a tensor that is not contiguous, which is a copy; "
+    "torch.is_grad_enabled(); a threading.local; an error that is fed back in one branch alone",
+)
+def mixed(run: Run, claims: Claims, found: Found) -> None:
+    """Messages arrive if calls differ in several of these at once: a sum or an average; contiguous
+    matrices, matrices in other layouts and numbers; async_op=True or not; under no_grad or not; a
+    wait() in the thread of the call or in another.
+
+    The scale of the values changes from call to call, as in 18.16. In two calls one message has NaN
+    or infinities. With the claim feedback there are none, and all calls of an object together lose
+    no more than the last error. What an error refuses is left out: averages, a layout, numbers or
+    async_op=True. All of it is drawn.
+    """
+    if claims.has("feedback"):
+        cause = "an error is lost in calls of one of these kinds"
+        require_nothing_lost(run, claims, found, cause)
+    else:
+        require_recovery(run, claims, found)

@@ -32,6 +32,7 @@ from conformance.records.run import Run
 from conformance.scenarios.collective import (
     CALLED,
     FORMS,
+    INTEGERS,
     ORDERED,
     PLAIN,
     REPEATED,
@@ -39,12 +40,14 @@ from conformance.scenarios.collective import (
     SUBGROUPS,
     WAITED,
 )
+from conformance.scenarios.collective_conditions import MIXED_CALLS
 from conformance.scenarios.collective_training import (
     AFTER_WORLD,
     CHANGING_SCALE,
     DTYPES,
     LARGE,
     ON_TWO_GROUPS,
+    RECOVERING,
     VARYING,
 )
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
@@ -157,9 +160,9 @@ def layouts(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.6",
     "Other dtypes work, or are refused",
-    on=(FORMS, DTYPES),
+    on=(FORMS, DTYPES, CALLED),
     owns=(DTYPES,),
-    needs=("18.9",),
+    needs=("18.9", "18.11"),
     source="torch documentation, torch.distributed.all_gather: outputs have the dtype of the input",
     remedy="check is_floating_point() on every rank before anything is sent; cast back to the "
     "dtype of the output; float() and half() of a complex tensor, which drop the imaginary part: "
@@ -177,10 +180,12 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     magnitude that the rank sends, or an error refuses them.
 
     Messages of float64, float16, bfloat16 and complex64 have 300 to 900 elements, and 2**11 to
-    2**18, which are drawn.
+    2**18, which are drawn. Integers are also sent on subgroups.
     """
     for call in calls(run):
-        if run.scenario.params[call.index].dtype != "float32":
+        # 18.33 judges integers that are not added.
+        is_own = run.scenario.name != CALLED.name or call.form == INTEGERS
+        if is_own and run.scenario.params[call.index].dtype != "float32":
             require_dtype(run, claims, found, call)
 
 
@@ -209,7 +214,7 @@ def in_place(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.8",
     "Inputs stay unchanged",
-    on=(PLAIN, FORMS),
+    on=(PLAIN, FORMS, CALLED, SPECIAL, RECOVERING, LARGE, MIXED_CALLS),
     needs=("18.1",),
     source="torch documentation, torch.distributed: inputs of a collective that gathers, "
     "scatters or exchanges are not changed",
@@ -217,7 +222,8 @@ def in_place(run: Run, claims: Claims, found: Found) -> None:
     "the dtype is the same",
 )
 def inputs_stay(run: Run, claims: Claims, found: Found) -> None:
-    """The tensors to send keep their bits."""
+    """The tensors to send keep their bits: also those of large messages, those with NaN, infinities
+    and values beyond the range of the format, and those of averages and of asynchronous calls."""
     for call in calls(run):
         names = ", ".join(map(str, call.event["inputs_changed"]))
         found.require(not names, "unchanged inputs", f"{call}: inputs {names} changed")

@@ -6,6 +6,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.collective import CALLED, OF_BITS, PLAIN, SUMMING, operation_of
+from conformance.scenarios.collective_conditions import MIXED_CALLS
 from conformance.scenarios.collective_training import DTYPES, LARGE, LONG, OPERATED
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.subjects.claims import Claims
@@ -57,7 +58,7 @@ def operations(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.34",
     "An all_reduce gives all ranks the same bits",
-    on=(PLAIN, LARGE, LONG, DTYPES, OPERATED, *CLUSTERS),
+    on=(PLAIN, LARGE, LONG, DTYPES, OPERATED, MIXED_CALLS, *CLUSTERS),
     needs=("18.1", "18.2"),
     since="1.6",
     source="replicas of data parallelism, which add the same update to the same parameters: ranks "

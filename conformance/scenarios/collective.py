@@ -63,13 +63,17 @@ OF_BITS = ("bits_and", "bits_or", "bits_xor")
 _OF_INTEGERS = "_of_integers"
 OF_INTEGERS = tuple(form + _OF_INTEGERS for form in OPERATIONS if form != "average")
 
+# The form of ordinary calls with integers.
+INTEGERS = "integers"
+
 # The forms of the calls of CALLED, one for each parameter in order. All collectives have the first
-# two forms.
+# three forms.
+_FORMS_OF_ALL = ("positional", "keywords", INTEGERS)
 CALLS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(COLLECTIVES, ("positional", "keywords")),
-    "all_to_all_single": ("positional", "keywords", "splits", "positional_splits"),
-    "scatter": ("positional", "keywords", "group_src"),
-    **dict.fromkeys(SUMMING, ("positional", "keywords", *OPERATIONS, *OF_INTEGERS)),
+    **dict.fromkeys(COLLECTIVES, _FORMS_OF_ALL),
+    "all_to_all_single": (*_FORMS_OF_ALL, "splits", "positional_splits"),
+    "scatter": (*_FORMS_OF_ALL, "group_src"),
+    **dict.fromkeys(SUMMING, (*_FORMS_OF_ALL, *OPERATIONS, *OF_INTEGERS)),
 }
 
 # The second message has 660 elements: more than five blocks of 128, the last one incomplete.
@@ -144,14 +148,21 @@ CALLED = replace(
     name="collective_calls",
     summary="on subgroups, with arguments by position and by keyword, and with rarely used "
     "arguments",
-    # As many as the longest tuple of CALLS.
-    params=(
-        *(Param((4, 3)),) * (len(CALLS["all_reduce"]) - len(OF_INTEGERS)),
-        *(Param((4, 3), "int64"),) * len(OF_INTEGERS),
-    ),
+    params=(Param((4, 3)),),  # ``with_forms`` has one for each form
     steps=("crafted",),
     groups=((1, 3), (0, 2)),
 )
+
+
+def with_forms(scenario: Scenario, collective: str) -> Scenario:
+    """Return ``CALLED`` with a parameter for each form of a collective's calls."""
+    (spec,) = scenario.params
+    of_integers = replace(spec, dtype="int64")
+    params = (
+        of_integers if form in (INTEGERS, *OF_INTEGERS) else spec for form in CALLS[collective]
+    )
+    return replace(scenario, params=tuple(params))
+
 
 # The handles of asynchronous calls are asked about the calls. In the step of AT_REST they are asked
 # when all collectives are over; in that of FUTURE_FIRST futures are waited for, and then the calls.

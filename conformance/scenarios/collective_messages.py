@@ -49,6 +49,7 @@ from conformance.scenarios.collective import (
     VAST,
     WITHOUT_NUMBERS,
 )
+from conformance.scenarios.collective_conditions import MIXED, conditions_of, is_average
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
     FIRST_WITHOUT_ROWS,
@@ -103,6 +104,8 @@ def form_of(scenario: Scenario, index: int) -> str:
     """Return the form of a parameter's call: one of ``CALLS``, or '' for the ordinary form."""
     if scenario.variant == OF_OPERATIONS:
         return OPERATED_FORMS[index]
+    if scenario.variant == MIXED:
+        return "average" if is_average(scenario, index) else ""
     if scenario.name != CALLED.name:
         return ""
     return CALLS[scenario.options[0]][index]
@@ -115,11 +118,7 @@ def indices(scenario: Scenario, step: int) -> list[int]:
         return [index]
     if scenario.variant == OF_OPERATIONS and scenario.options[0] not in SUMMING:
         return []  # It has no argument op.
-    calls = len(scenario.params)
-    if scenario.name == CALLED.name:
-        # The scenario has a parameter for each form of the collective with the most forms.
-        calls = min(calls, len(CALLS[scenario.options[0]]))
-    specs = list(enumerate(scenario.params[:calls]))
+    specs = list(enumerate(scenario.params))
     if scenario.steps[step] in OF_FLOAT64:
         return [index for index, spec in specs if spec.shape and spec.dtype == "float64"]
     takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
@@ -130,6 +129,8 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
     """Whether a call has async_op=True."""
     if scenario.variant == "long":
         return _draw_of(scenario, step).random() < 0.4
+    if scenario.variant == MIXED:
+        return conditions_of(scenario, step, index).is_asynchronous
     if scenario.variant == ON_GROUPS:
         return index != _uses_of_groups(scenario, step).complete
     return scenario.variant in (HANDLES, "waited", "in_flight")
@@ -218,7 +219,7 @@ def outside_too(scenario: Scenario, step: int, index: int) -> str:
 
 def keeps_objects(scenario: Scenario) -> bool:
     """Whether the errors of one object for each shape are followed from step to step."""
-    variants = ("recovering", VARYING, ALSO_OUTSIDE)
+    variants = ("recovering", VARYING, ALSO_OUTSIDE, MIXED)
     return "constant" in scenario.steps or scenario.variant in variants
 
 
@@ -375,7 +376,7 @@ def _make_message(
     if scenario.variant in (OF_DTYPES, OF_OPERATIONS):
         # A float64 may be rounded to a float32 on the way to a narrow dtype, or may not be.
         values = values.float().double()
-    if kind == SELDOM:
+    if kind == SELDOM and shape:
         rows = shape[0]
         draw = random.Random(f"{scenario.session_seed}/rows/{step}/{index}/{pair}")
         used = torch.tensor([draw.random() < 0.25 for _ in range(rows)])
@@ -429,8 +430,10 @@ def _changed(
         ]
         return torch.cat(changed)
     if poisoned and kind in ("nan", "infinite"):
-        places = draw.sample(range(len(values)), 2)
+        # A number has one element.
+        places = draw.sample(range(len(values)), min(len(values), 2))
         poison = (math.nan,) if kind == "nan" else (math.inf, -math.inf)
         values = values.clone()
-        values[places[: len(poison)]] = torch.tensor(poison, dtype=values.dtype)
+        for place, value in zip(places, poison, strict=False):
+            values[place] = value
     return values

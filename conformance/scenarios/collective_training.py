@@ -178,7 +178,7 @@ def _log_uniform(first: int, last: int, numbers: random.Random) -> int:
     return round(first * (last / first) ** numbers.random())
 
 
-def _matrix(numel: int, numbers: random.Random) -> Param:
+def matrix(numel: int, numbers: random.Random) -> Param:
     """Return a matrix of at least so many elements, with 3 to 64 columns."""
     columns = numbers.randint(3, 64)
     return Param((-(-numel // columns), columns))
@@ -197,18 +197,18 @@ def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
         numbers.randint(300, 900),
     ]
     numbers.shuffle(sizes)
-    params = tuple(_matrix(size, numbers) for size in sizes)
+    params = tuple(matrix(size, numbers) for size in sizes)
     return replace(scenario, params=params, period=prime_from(numbers.randint(100_000, 160_000)))
 
 
 def draw_recovering(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw a matrix of 700 to 1,200 elements: more than five blocks of 128."""
-    return replace(scenario, params=(_matrix(numbers.randint(700, 1200), numbers),))
+    return replace(scenario, params=(matrix(numbers.randint(700, 1200), numbers),))
 
 
 def draw_recovering_half(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw matrices of 700 to 1,200 elements, one of float16 and one of bfloat16."""
-    made = [_matrix(numbers.randint(700, 1200), numbers) for _ in range(2)]
+    made = [matrix(numbers.randint(700, 1200), numbers) for _ in range(2)]
     dtypes = zip(made, ("float16", "bfloat16"), strict=True)
     return replace(scenario, params=tuple(replace(spec, dtype=dtype) for spec, dtype in dtypes))
 
@@ -216,7 +216,7 @@ def draw_recovering_half(scenario: Scenario, numbers: random.Random) -> Scenario
 def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw matrices of 10 to 40 and of 300 to 900 elements; the offsets are drawn by the driver."""
     sizes = (numbers.randint(10, 40), numbers.randint(300, 900))
-    return replace(scenario, params=tuple(_matrix(size, numbers) for size in sizes))
+    return replace(scenario, params=tuple(matrix(size, numbers) for size in sizes))
 
 
 def draw_uneven(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -227,13 +227,13 @@ def draw_uneven(scenario: Scenario, numbers: random.Random) -> Scenario:
     """
     sizes = [numbers.randint(*ends) for ends in ((10, 40), (300, 900)) for _ in range(2)]
     sizes += [numbers.randint(10, 900) for _ in range(6)]
-    return replace(scenario, params=tuple(_matrix(size, numbers) for size in sizes))
+    return replace(scenario, params=tuple(matrix(size, numbers) for size in sizes))
 
 
 def draw_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw two messages of each dtype, their order, and a table as :func:`draw_large` does."""
     params = [
-        replace(_matrix(size, numbers), dtype=dtype)
+        replace(matrix(size, numbers), dtype=dtype)
         for dtype in ("float64", "float16", "bfloat16", "complex64")
         for size in (numbers.randint(300, 900), _log_uniform(2**11, 2**18, numbers))
     ]
@@ -253,7 +253,7 @@ def draw_operations(scenario: Scenario, numbers: random.Random) -> Scenario:
     ]
     dtypes = ("float32",) * 3 + ("float64", "float16", "bfloat16") + ("float32",) * 6
     params = tuple(
-        replace(_matrix(size, numbers), dtype=dtype)
+        replace(matrix(size, numbers), dtype=dtype)
         for size, dtype in zip(sizes, dtypes, strict=True)
     )
     period = prime_from(numbers.randint(10_000, 20_000))
@@ -266,7 +266,7 @@ def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _of_one_shape(scenario: Scenario, numbers: random.Random, calls: int) -> Scenario:
-    return replace(scenario, params=(_matrix(numbers.randint(100, 900), numbers),) * calls)
+    return replace(scenario, params=(matrix(numbers.randint(100, 900), numbers),) * calls)
 
 
 def draw_on_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -287,27 +287,29 @@ def draw_changing_scale(scenario: Scenario, numbers: random.Random) -> Scenario:
     spikes, or a large one, but for as many small calls. In the last calls most rows are zeros, and
     scales are small.
     """
-    least, largest = _SCALES
     count = numbers.randint(16, 20)
     steps = numbers.choices(("normal", SELDOM), k=count - 6) + [SELDOM] * 6
     steps[numbers.randint(2, count - 7)] = "zeros"
+    return replace(
+        scenario,
+        params=tuple(
+            replace(matrix(numbers.randint(300, 700), numbers), exponents=exponents)
+            for exponents in changing_exponents(count, numbers)
+        ),
+        steps=tuple(steps),
+    )
+
+
+def changing_exponents(count: int, numbers: random.Random) -> list[tuple[int, ...]]:
+    """Return three lists of exponents for so many calls; see :func:`draw_changing_scale`."""
+    least, largest = _SCALES
     first = numbers.randint(least, -4)
     usual = numbers.randint(4, largest)
     rates = [numbers.randint(least, largest) for _ in range(count)]
     spikes = _changed_at(first, (6, largest), count, numbers)
     dips = _changed_at(usual, (least, -2), count, numbers)
     last = [numbers.randint(least, least + 3) for _ in range(4)]
-    return replace(
-        scenario,
-        params=tuple(
-            replace(
-                _matrix(numbers.randint(300, 700), numbers),
-                exponents=tuple(exponents[:-4] + last),
-            )
-            for exponents in (rates, spikes, dips)
-        ),
-        steps=tuple(steps),
-    )
+    return [tuple(exponents[:-4] + last) for exponents in (rates, spikes, dips)]
 
 
 def _changed_at(
@@ -325,7 +327,7 @@ def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
     numbers.shuffle(sizes)
     return replace(
         scenario,
-        params=tuple(_matrix(size, numbers) for size in sizes),
+        params=tuple(matrix(size, numbers) for size in sizes),
         steps=tuple(numbers.choices(("normal", "uneven"), k=numbers.randint(*LONG_CALLS))),
         period=prime_from(numbers.randint(100, 200)),
     )

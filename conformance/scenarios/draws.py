@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from conformance.scenarios import (
     cluster_draws,
+    collective_conditions,
     collective_training,
     conditions_together,
     evidence,
@@ -52,6 +53,7 @@ Draw = Callable[[Scenario, random.Random], Scenario]
 DRAWS: Mapping[str, Draw] = {
     **cluster_draws.DRAWS,
     **collective_training.DRAWS,
+    **collective_conditions.DRAWS,
     **conditions_together.DRAWS,
     **evidence.DRAWS,
     **failing_collectives.DRAWS,

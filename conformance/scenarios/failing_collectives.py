@@ -4,8 +4,8 @@ In some of them the call that issues the collective raises; parameters are small
 and third collective from a step on fail, each in a run of its own. Optimizers have the same with
 closures, and strategies with both of DDP's options and unused parameters. In others the call
 returns, and the failure comes with wait() or the future; every parameter, or message, is large, and
-collectives of fewer than 64 bytes (flags, sizes) succeed. One of these has ``async_op=True``. These
-numbers are drawn from the session's seed:
+collectives of fewer than 64 bytes (flags, sizes) succeed. One scenario of either sort has
+``async_op=True``. These numbers are drawn from the session's seed:
 
 step            from which on collectives count: 1 to 47 with small parameters, 1 to 11 with large
                 ones, every step as likely as the one of twice its number; averagers count averages
@@ -133,6 +133,12 @@ ASYNCHRONOUS = (
         summary="async_op=True, two calls at a time, of a drawn size; from a drawn step on, wait() "
         "for a drawn collective raises on rank 1",
         # Rank 0 goes first, so that it can refuse async_op=True.
+        order="rank0_first",
+    ),
+    replace(
+        _call_fails(collective.PLAIN, "collective_begin_fails", _WAIT_FAILS)[0],
+        summary="async_op=True, two calls at a time; from a drawn step on, the call of the first "
+        "collective raises on rank 1",
         order="rank0_first",
     ),
 )

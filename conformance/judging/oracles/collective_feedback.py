@@ -20,12 +20,13 @@ from collections import defaultdict
 import torch
 
 from conformance.judging.oracles.collective import Arrival, arrivals, calls, loss_factor
-from conformance.judging.oracles.collective_training import promises_of_all_steps
+from conformance.judging.oracles.collective_training import divisor_of, promises_of_all_steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
 
 ROUNDING = 2.0**-20
+HALF_OF_SMALLEST_HALF = 2.0**-25
 _SMALLEST = 2.0**-149
 
 
@@ -41,6 +42,7 @@ def require_nothing_lost(run: Run, claims: Claims, found: Found, cause: str = ""
         for index in range(len(run.scenario.params))
         for key, promise in promises_of_all_steps(run, claims, index).items()
     }
+    narrow = claims.options["rounded"]["name"] if claims.has("rounded") else ""
     zero = torch.zeros(())
     difference: dict[tuple[int, ...], torch.Tensor] = defaultdict(lambda: zero)
     rounding: dict[tuple[int, ...], torch.Tensor] = defaultdict(lambda: zero)
@@ -55,10 +57,14 @@ def require_nothing_lost(run: Run, claims: Claims, found: Found, cause: str = ""
             assert got is not None
             if not found.require(len(got) == len(promise.sent), count, f"{arrival}: {len(got)}"):
                 return
-            difference[key] = difference[key] + got * loss - promise.sent
+            divisor = divisor_of(run, call)
+            difference[key] = difference[key] + got * loss * divisor - promise.sent
             of_call = (len(arrival.pairs) + 1) * (ROUNDING * promise.fed + _SMALLEST)
             rounding[key] = rounding[key] + of_call
             bound = promise.kept + rounding[key]
+            if divisor > 1 and narrow == "float16":
+                # The average may be what is sent: its smallest step is that of W sums.
+                bound = bound + divisor * HALF_OF_SMALLEST_HALF
             used = difference[key].abs() / bound
             at = int(used.nan_to_num(torch.inf).argmax())
             is_within = bool(used[at] <= 1)

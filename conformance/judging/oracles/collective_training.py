@@ -49,7 +49,7 @@ from conformance.judging.oracles.collective_sums import unit_of
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import SUMMING
+from conformance.scenarios.collective import SUMMING, operation_of
 from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import Claims
 
@@ -76,6 +76,11 @@ class Promise:
     is_free: torch.Tensor
     kept: torch.Tensor
     fed: torch.Tensor
+
+
+def divisor_of(run: Run, call: Call) -> int:
+    """Return what a sum of messages is divided by: the size of the group for averages, or 1."""
+    return len(run.group(call.rank)) if operation_of(call.form) == "average" else 1
 
 
 def require_recovery(run: Run, claims: Claims, found: Found) -> None:
@@ -330,7 +335,7 @@ def _require_promised(
         return
     if not _require_finite(run, found, arrival, promise):
         return
-    loss = loss_factor(run, claims)
+    loss = loss_factor(run, claims) * divisor_of(run, call)
     zero = torch.zeros_like(got)
     exact = torch.where(promise.is_free, zero, promise.sent / loss)
     bound = torch.where(promise.is_free, zero, promise.deviation / abs(loss))

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class CollectiveCall:
         goes_on_alone: whether rank 0 alone has refused the call.
         is_asynchronous: whether the call has async_op=True.
         is_waited_for: whether a wait() for the call, or for its future, has begun.
+        waits_in_thread: whether the wait() is in another thread, as in hooks of a backward.
         handle: the object that the call has returned, if it is asked about the call.
     """
 
@@ -126,6 +128,7 @@ class CollectiveCall:
         self.goes_on_alone = False
         self.is_asynchronous = messages.is_asynchronous(scenario, step, index)
         self.is_waited_for = False
+        self.waits_in_thread = False
 
     def _take_tensors_again(self, of_calls: TensorsOfCalls) -> None:
         """Use the tensors of an earlier call of the same shapes, with this call's values in them.
@@ -203,7 +206,12 @@ class CollectiveCall:
 
     def wait(self) -> None:
         """Wait for the collective, if it is asynchronous."""
-        if self.is_asynchronous and callable(getattr(self.returned, "wait", None)):
+        if not self.is_asynchronous or not callable(getattr(self.returned, "wait", None)):
+            return
+        if self.waits_in_thread:
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(self.returned.wait).result()
+        else:
             self.returned.wait()
 
     def bits(self) -> list[str]:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
@@ -22,6 +23,7 @@ from conformance.scenarios.collective import (
     SUBGROUPS,
     operation_of,
 )
+from conformance.scenarios.collective_conditions import MIXED, conditions_of
 from conformance.subjects.spec import CONTEXT_NAMES
 
 
@@ -34,6 +36,7 @@ class CollectiveDriver(RankDriver):
         self._tensors_of_calls: TensorsOfCalls = {}
         self._refuses_async = False
         self._may_be_async: bool | None = None
+        self._takes_calls_of: dict[int, bool] = {}
         # By whether calls have async_op=True.
         self._refuses_outside: dict[bool, bool] = {}
         self._has_waited = False
@@ -133,6 +136,35 @@ class CollectiveDriver(RankDriver):
             self.collectives.take_sent()
         return self._may_be_async
 
+    def _takes(self, call: CollectiveCall) -> bool:
+        """Return whether calls of a parameter are taken, which a call of another object tells.
+
+        An error may refuse an operation, a memory layout or numbers.
+        """
+        if call.index not in self._takes_calls_of:
+            other = self._call(call.step, call.index)
+            other.is_asynchronous = False
+            other.function = self._make_collective()
+            with self.inside(self.scenario.options[0]):
+                try:
+                    other.begin()
+                    self._takes_calls_of[call.index] = True
+                except Exception:
+                    self._takes_calls_of[call.index] = False
+            self.collectives.take_sent()
+        return self._takes_calls_of[call.index]
+
+    def _make_mixed_call(self, call: CollectiveCall) -> None:
+        """Make a call of the scenario ``MIXED``, unless the subject refuses calls of its kind."""
+        if not self._takes(call):
+            return
+        conditions = conditions_of(self.scenario, call.step, call.index)
+        call.is_asynchronous = conditions.is_asynchronous and self._takes_async(call)
+        call.waits_in_thread = conditions.waits_in_thread
+        self._prepare(call.step, [call])
+        with torch.set_grad_enabled(conditions.has_grad_mode):
+            self._make_calls([call])
+
     def _enter_world(self) -> None:
         self.group = dist.group.WORLD
         self.group_rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -164,6 +196,10 @@ class CollectiveDriver(RankDriver):
             for call in calls:
                 call.is_asynchronous |= self._is_alone_at_last(step)
                 self._call_unless_refused(call)
+            return
+        if self.scenario.variant == MIXED:
+            for call in calls:
+                self._make_mixed_call(call)
             return
         if any(call.is_asynchronous for call in calls):
             self._prepare(step, calls)

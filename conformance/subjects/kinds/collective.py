@@ -25,7 +25,9 @@ from conformance.scenarios.collective import (
     SPECIAL,
     SUBGROUPS,
     WAITED,
+    with_forms,
 )
+from conformance.scenarios.collective_conditions import MIXED, MIXED_CALLS, without_poison
 from conformance.scenarios.collective_training import ALL as TRAINING
 from conformance.scenarios.collective_training import LONG
 from conformance.scenarios.conditions_together import COLLECTIVE as TOGETHER
@@ -224,6 +226,9 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     If a subject takes some numbers of dimensions alone, all scenarios keep to them, except those
     with the tensors of ``FORMS``.
     """
+    name = options["collective"]["name"]
+    if scenario.name == CALLED.name:
+        scenario = with_forms(scenario, name)
     if "dimensions" in options and scenario.params != FORMS.params:
         dimensions = int(options["dimensions"]["name"])
         params = tuple(_with_dimensions(spec, dimensions) for spec in scenario.params)
@@ -232,14 +237,17 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         # An error is kept for the next call of the same shape: one object has one shape.
         largest = max(scenario.params, key=lambda param: math.prod(param.shape))
         scenario = replace(scenario, params=(largest,))
-    name = options["collective"]["name"]
+    if "feedback" in options and scenario.variant == MIXED:
+        scenario = without_poison(scenario)
     fed_back = ("feedback",) if "feedback" in options else ()
     return replace(scenario, options=(name, *fed_back, *scenario.options))
 
 
 def _with_dimensions(spec: Param, dimensions: int) -> Param:
     """Return a parameter of two dimensions as it is, or flattened to one."""
-    return spec if dimensions == 2 else replace(spec, shape=(math.prod(spec.shape),))
+    if dimensions == 2:
+        return spec
+    return replace(spec, shape=(math.prod(spec.shape),), layout="contiguous", output_layout="")
 
 
 COLLECTIVE = Kind(
@@ -250,6 +258,7 @@ COLLECTIVE = Kind(
     scenarios=(
         *(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
         *TRAINING,
+        MIXED_CALLS,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,

@@ -1,0 +1,103 @@
+"""The scenario in which a quantized collective is called in a drawn mix of ways.
+
+Each of eight parameters has one object, which makes all its calls. What a parameter's calls have in
+common is drawn, and so is the rest for each call:
+
+parameter   sums and averages in turn; contiguous matrices, matrices that are transposed, matrices
+            in drawn layouts, whose inputs and outputs may have different ones, and numbers
+call        with async_op=True or without; under ``no_grad`` or not; a wait() in another thread
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from conformance.scenarios.collective import PLAIN, SUMMING
+from conformance.scenarios.collective_training import SELDOM, changing_exponents, matrix
+from conformance.scenarios.model import Param, Scenario
+
+MIXED = "mixed"
+_POISON = ("nan", "infinite")
+# Inputs and outputs; an empty text is the layout of the inputs.
+_LAYOUTS = (
+    ("columns", ""),
+    ("columns", "transposed"),
+    ("transposed", "contiguous"),
+    ("contiguous", "transposed"),
+    ("contiguous", "columns"),
+)
+
+_MIXED = replace(
+    PLAIN,
+    name="collective_mixed",
+    summary="16 to 20 calls of values whose scale changes from call to call, in a drawn mix: sums "
+    "and averages, contiguous matrices, others and numbers, with async_op=True and without, under "
+    "no_grad and not, a wait() in another thread",
+    steps=("normal",) * 16,
+    world_sizes=(2, 3),
+    variant=MIXED,
+)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How a call is made.
+
+    Attributes:
+        is_asynchronous: with async_op=True, if the subject takes it.
+        waits_in_thread: the wait() is in another thread than the call.
+        has_grad_mode: whether grad mode is on.
+    """
+
+    is_asynchronous: bool
+    waits_in_thread: bool
+    has_grad_mode: bool
+
+
+def conditions_of(scenario: Scenario, step: int, index: int) -> Conditions:
+    """Return how a call of the scenario ``MIXED`` is made."""
+    draw = random.Random(f"{scenario.session_seed}/conditions/{step}/{index}")
+    return Conditions(*(draw.random() < 0.5 for _ in range(3)))
+
+
+def is_average(scenario: Scenario, index: int) -> bool:
+    """Whether a parameter's calls ask for averages."""
+    return scenario.options[0] in SUMMING and index % 2 == 1
+
+
+def draw_mixed(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw 16 to 20 steps, six matrices of 150 to 400 elements with drawn exponents, and layouts.
+
+    One message has a NaN, and one infinities, in one step each.
+    """
+    count = numbers.randint(16, 20)
+    steps = numbers.choices(("normal", SELDOM), k=count - 6) + [SELDOM] * 6
+    for place, kind in zip(
+        numbers.sample(range(1, count - 7), 3), ("zeros", *_POISON), strict=True
+    ):
+        steps[place] = kind
+    layouts = [("contiguous", ""), ("transposed", ""), numbers.choice(_LAYOUTS)]
+    of_sums = changing_exponents(count, numbers)
+    of_averages = changing_exponents(count, numbers)
+    params = [
+        replace(
+            matrix(numbers.randint(150, 400), numbers),
+            exponents=exponents,
+            layout=layout,
+            output_layout=output_layout,
+        )
+        for (layout, output_layout), *pair in zip(layouts, of_sums, of_averages, strict=True)
+        for exponents in pair
+    ]
+    return replace(scenario, params=(*params, Param(()), Param(())), steps=tuple(steps))
+
+
+def without_poison(scenario: Scenario) -> Scenario:
+    """Return the scenario without NaN and infinities: errors of other calls can be followed."""
+    steps = ("normal" if kind in _POISON else kind for kind in scenario.steps)
+    return replace(scenario, steps=tuple(steps))
+
+
+DRAWS = {_MIXED.name: draw_mixed}
+
+# As it is drawn for seed 0.
+MIXED_CALLS = draw_mixed(_MIXED, random.Random(0))
