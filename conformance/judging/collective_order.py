@@ -95,8 +95,9 @@ def changed_order(run: Run, again: Run) -> str | None:
         for number, (event, others_event) in enumerate(pairs, 1):
             if event is None or others_event is None or not _is_repeated(event, others_event):
                 return (
-                    f"rank {one.rank} issues {_describe(one, event)} as collective {number} "
-                    f"in {run.name}, and in {again.name} {_describe(other, others_event)}"
+                    f"collective {number} in the hook on rank {one.rank} is "
+                    f"{_describe(one, event)} in {run.name}, and {_describe(other, others_event)} "
+                    f"in {again.name}, with another PYTHONHASHSEED"
                 )
     return None
 

@@ -147,7 +147,8 @@ def _patterns_of_scenario(run: Run, step: int) -> Iterator[tuple[str, Pattern]]:
         )
     if run.scenario.ddp.find_unused_parameters or run.scenario.uneven:
         yield (
-            "equal to the mean over the ranks that have a gradient: zeros of the others count too",
+            "equal to the mean over only the ranks that have a gradient: divide by the number of "
+            "all ranks",
             lambda rank, index: (
                 right(rank, index) * len(run.group(rank)) / max(1, feeding(rank, index))
             ),

@@ -213,9 +213,10 @@ def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
             moved = stepped.get("parameters_moved", []) + stepped.get("buffers_moved", [])
             found.require(
                 not moved,
-                "parameters and buffers in the memory that they were in",
+                "parameters and buffers at the addresses that they had before the step",
                 f"rank {rank.rank}, step {stepped['step']}: {', '.join(moved[:3])} moved",
-                "p.data is bound to a new tensor: what shares the old one sees no further step",
+                "the tensor has new memory, as after p.data = ..., and tensors that share the old "
+                "memory are no longer updated",
             )
 
 
@@ -376,5 +377,6 @@ def require_few_bytes(run: Run, claims: Claims, found: Found) -> None:
         found.require(
             total <= claims.ratio * gradients,
             f"at most {claims.ratio:g} of {gradients} bytes",
-            f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} of them; {names}",
+            f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} times those of the "
+            f"gradients; the largest collectives: {names}",
         )

@@ -70,6 +70,7 @@ _ACTIVITIES = {
     "state": f"in the factory of the state, {BEFORE_ITS_CALLS}",
     "backward": "in backward, after the hook had returned",
     "join": "under Join, on a rank that has run out of inputs",
+    "kit": "in the kit's own code",
     "twin": "while another model trained in between",
     "save_state": "while its state was saved",
     "load_state": "while its state was loaded in a new process",
@@ -342,7 +343,7 @@ def _after_trainer_call(event: dict[str, Any]) -> str:
 
 
 def _after_event(event: dict[str, Any]) -> str:
-    return f" in step {event['step']}, after {event['event']!r}"
+    return f" in step {event['step']}, after the kit had recorded {event['event']!r}"
 
 
 _DURING: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -44,7 +44,7 @@ class Change:
 
     def __str__(self) -> str:
         if max(len(self.before), len(self.after)) < _LONG:
-            return f"{self.name} was {self.before}, is {self.after}"
+            return f"{self.name}: {self.before} before, {self.after} now"
         parts = [f"{self.name} changed"]
         if added := _words_of_one(self.after, self.before):
             parts.append(f"added: {added}")

@@ -48,7 +48,7 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     for one, other in zip(alone.ranks, beside.ranks, strict=True):
         # The run with two models may be shorter.
         shared = {name: one.tensors[name] for name in one.tensors.keys() & other.tensors.keys()}
-        pair = f"alone and beside another model on rank {one.rank}"
+        pair = f"on rank {one.rank}, the run alone and the run beside another model"
         require_same(shared, other.tensors, pair, found)
 
 
@@ -96,7 +96,7 @@ def _require_resumed(saved: Run, resumed: Run, found: Found) -> None:
     """Require a resumed run to have the bits of the run that it continues."""
     later = range(saved.scenario.resume.saves_at, len(saved.scenario.steps))
     for one, other in zip(saved.ranks, resumed.ranks, strict=True):
-        pair = f"going on and resuming on rank {one.rank}"
+        pair = f"on rank {one.rank}, the run that went on and the run that resumed"
         require_same(_within(one, later).tensors, other.tensors, pair, found)
 
 
@@ -120,7 +120,9 @@ def _require_repeated_steps(run: Run, found: Found, steps: range, loaded: int, w
         first = _within(rank, steps).tensors
         again = _within(rank, range(loaded, loaded + len(steps))).tensors
         renamed = {_moved(name, back): tensor for name, tensor in again.items()}
-        pair = f"before and after {which} is loaded in one process, rank {rank.rank}"
+        pair = (
+            f"on rank {rank.rank}, steps and their repetition after the same process loaded {which}"
+        )
         require_same(first, renamed, pair, found)
 
 
@@ -259,8 +261,8 @@ def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
 
 
 _DROPPED = (
-    "the residual was sent in a step in which no rank had used the parameter, and DDP dropped the "
-    "result"
+    "in a step in which no rank used the parameter, the residual was sent in a result that DDP "
+    "drops, or was thrown away"
 )
 
 

@@ -67,10 +67,10 @@ def independent_ranks(runs: dict[str, Run], claims: Claims, found: Found) -> Non
     ratio = variances[1] / max(variances[0], 1e-300)
     found.require(
         ratio <= limit,
-        f"a variance on {many.world} ranks of at most {limit:.3g} of that on {few.world}, where "
-        f"independent draws give {few.world / many.world:.3g}",
-        f"{ratio:.3g} of it",
-        "" if ratio <= limit else "all ranks draw the same random numbers",
+        f"results on {many.world} ranks with at most {limit:.3g} times the variance of those on "
+        f"{few.world} ranks; independent draws give {few.world / many.world:.3g} times",
+        f"{many.world} ranks have {ratio:.3g} times the variance of {few.world} ranks",
+        "" if ratio <= limit else "some or all ranks draw the same random numbers",
     )
     found.checked(1, ratio / limit)
 

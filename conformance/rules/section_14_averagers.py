@@ -311,7 +311,7 @@ def in_place(run: Run, claims: Claims, found: Found) -> None:
         found.require(
             not event.get("grad_mode_changed", True),
             "the same torch.is_grad_enabled() as before",
-            f"{place}: another one",
+            f"{place}: the grad mode has changed",
             "the grad mode is set to a constant at the end: use torch.no_grad() as a context",
         )
     require_same_gradients(run, found)

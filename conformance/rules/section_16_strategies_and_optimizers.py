@@ -109,7 +109,8 @@ def own_things(run: Run, claims: Claims, found: Found) -> None:
         found.require(
             set(event["steps_taken"]) == {1},
             "one step of each optimizer by a call of step()",
-            f"rank {rank}, step {step}: {event['steps_taken']} steps",
+            f"rank {rank}, step {step}: one call of step() on each optimizer made these numbers of "
+            f"steps: {event['steps_taken']}",
             "a method of the optimizer was replaced, and not put back",
         )
         found.require(

@@ -253,7 +253,7 @@ def on_every_rank(runs: dict[str, Run], claims: Claims, found: Found) -> None:
             # A built-in C++ hook is registered, but cannot be observed.
             if registered["count"] == 0 and registered["logged"]:
                 continue
-            actual = f"rank {rank.rank} registered {registered['count']}"
+            actual = f"rank {rank.rank} registered {registered['count']} hooks"
             found.require(registered["count"] == 1, "one hook on each rank", actual)
 
 

@@ -323,5 +323,5 @@ def _require_few_bytes_unrecorded(run: Run, claims: Claims, ratio: float, found:
                 total <= ratio * gradients,
                 f"at most {ratio:g} of {gradients} bytes",
                 f"rank {rank}, step {step} before the recorded ones: {total} bytes, "
-                f"{total / gradients:.3g} of them",
+                f"{total / gradients:.3g} times those of the gradients",
             )

@@ -358,7 +358,7 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     elif claims.lossy:
         steps = range(claims.warmup, len(run.scenario.steps))
         loses = any(lossy.differs(one, step, claims) for one in runs.values() for step in steps)
-        expected = f"a result that loses something under {claims}"
+        expected = f"a result that differs from the mean, as {claims} declares"
         found.require(loses, expected, "the exact mean, in every step")
     if claims.fused:
         stepped = [event for rank in run.ranks for event in rank.all("stepped")]

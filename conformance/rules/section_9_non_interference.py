@@ -168,8 +168,8 @@ def memory(run: Run, claims: Claims, found: Found) -> None:
 
 _KEPT = {
     "tensors": "tensors of earlier steps are still in a list, a closure or a cycle of references",
-    "allocated": "memory of earlier steps is still in use, by objects that are no tensors of "
-    "Python's: futures, Work objects, or an extension's",
+    "allocated": "memory of earlier steps is still in use, as by a future, a Work object or a C++ "
+    "extension",
 }
 
 

@@ -233,7 +233,10 @@ def _require_duration(name: str, seconds: float) -> None:
     """Refuse a number of seconds that no wait can take: zero, negative, not finite, above a day."""
     if not (math.isfinite(seconds) and 0 < seconds <= 86_400):
         option = f"--{name.replace('_', '-')}"
-        raise UsageError(f"{option} {seconds:g}: a number of seconds above 0, at most 86400")
+        raise UsageError(
+            f"{option} {seconds:g} is out of range: give a number of seconds above 0 and up to "
+            "86400"
+        )
 
 
 def _seed(options: Options) -> int:
@@ -241,7 +244,9 @@ def _seed(options: Options) -> int:
     if options.seed is None:
         return secrets.randbelow(LARGEST_SEED + 1)
     if not 0 <= options.seed <= LARGEST_SEED:
-        raise UsageError(f"--seed {options.seed}: a number from 0 to {LARGEST_SEED}")
+        raise UsageError(
+            f"--seed {options.seed} is out of range: give a number from 0 to {LARGEST_SEED}"
+        )
     return options.seed
 
 
@@ -256,8 +261,8 @@ def _steps(options: Options, subject: SubjectSpec) -> int:
         )
     if not FEWEST_ROUNDS <= options.steps <= MOST_STEPS:
         raise UsageError(
-            f"--steps {options.steps}: a number from {FEWEST_ROUNDS} to {MOST_STEPS}; the drawn "
-            "number is at least as large as the smallest one"
+            f"--steps {options.steps} is out of range: give a number from {FEWEST_ROUNDS} to "
+            f"{MOST_STEPS}; the long run has that many steps or more"
         )
     return options.steps
 

@@ -187,7 +187,8 @@ class RunMaker:
                 raise NodeLost(failed.line)
             if failed and subject:
                 raise TargetError(
-                    f"--claims {self._claims}: the reference itself does not run so: {failed.line}"
+                    f"--claims {self._claims}: the claimed reference itself fails in this run, so "
+                    f"that the subject cannot be compared with it: {failed.line}"
                 )
             if failed:
                 raise KitError(f"DDP without a hook does not run {name}: {failed.line}")

@@ -110,10 +110,11 @@ def test_collectives_in_another_order_in_another_process() -> None:
     assert changed_order(run([one, other]), run([one, other])) is None
     text = changed_order(run([one, other]), run([other, one]))
     assert text.startswith(
-        "rank 0 issues allreduce SUM 4 float32 (step 0, bucket 0) as collective 1"
+        "collective 1 in the hook on rank 0 is allreduce SUM 4 float32 (step 0, bucket 0) in "
     )
-    assert text.endswith("allreduce SUM 5 float32 (step 0, bucket 0)")
-    assert "as collective 2 in " in changed_order(run([one, other]), run([one]))
+    assert ", and allreduce SUM 5 float32 (step 0, bucket 0) in " in text
+    assert text.endswith(", with another PYTHONHASHSEED")
+    assert "collective 2 in " in changed_order(run([one, other]), run([one]))
 
 
 def test_pickled_objects_may_be_longer_in_another_process() -> None:

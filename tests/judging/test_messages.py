@@ -47,7 +47,7 @@ def test_side_effects_are_named() -> None:
 Expected: unchanged random generators
 Actual: rank 0, step 3: step() changed torch, random
 Expected: unchanged settings
-Actual: rank 0: umask was 0022, is 0077
+Actual: rank 0: umask: 0022 before, 0077 now
 Expected: unchanged functions
 Actual: rank 0: torch.add replaced
 Expected: no threads left

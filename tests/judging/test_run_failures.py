@@ -136,7 +136,7 @@ rank 0 died (signal SIGSEGV) inside hook call 1: step 2, bucket 0, 4 elements of
 rank 0 died (signal SIGSEGV) after hook call 1 of step 2 had returned
 rank 0 died (signal SIGSEGV) inside average_parameters, step 2
 rank 0 died (signal SIGSEGV) after the trainer's call in step 2
-rank 0 died (signal SIGSEGV) in step 2, after 'step'""",
+rank 0 died (signal SIGSEGV) in step 2, after the kit had recorded 'step'""",
     )
 
 
@@ -160,9 +160,11 @@ Actual: the hook did not return: rank 0 inside hook call 1: step 2, bucket 0, 4 
 Expected: a run that comes to its end on every rank
 Actual: the future was never completed: rank 0 after hook call 1 of step 2 had returned
 Expected: a run that comes to its end on every rank
-Actual: a rank did not come to its end: rank 0 in step 2, after 'step'
+Actual: a rank did not come to its end: rank 0 in step 2, after the kit had recorded
+    'step'
 Expected: a run that comes to its end on every rank
-Actual: a rank did not come to its end: rank 0 in step 2, after 'step'
+Actual: a rank did not come to its end: rank 0 in step 2, after the kit had recorded
+    'step'
 Likely cause: a rank makes a process group: new_group waits for all ranks of WORLD, unless
     use_local_synchronization is set""",
     )
@@ -192,7 +194,8 @@ Actual: a process above the ranks did not answer, each time that the run was tri
 Expected: a run that comes to its end on every rank
 Actual: node1 was lost
 Expected: at most 64 KiB of output per call
-Actual: rank 0 printed more than 3 MiB in step 2, after 'step' and was stopped
+Actual: rank 0 printed more than 3 MiB in step 2, after the kit had recorded 'step' and
+    was stopped
 Expected: a run that comes to its end on every rank
 Actual: the record of rank 0 could not be written: no space left
 Expected: a run that comes to its end on every rank
@@ -215,7 +218,7 @@ def test_what_fails_before_the_subject_comes_is_the_machines() -> None:
         """\
 Expected: a run that comes to its end on every rank
 Actual: no rank came as far as the subject: rank 0 raised AcceleratorError: CUDA-capable
-    device(s) is/are busy (in kit, step -1)
+    device(s) is/are busy (in the kit's own code, step -1)
 Expected: a run that comes to its end on every rank
 Actual: no rank came as far as the subject: each was killed at its deadline""",
     )

@@ -16,21 +16,23 @@ def changes(**states: dict[str, Any]) -> list[str]:
 
 def test_a_changed_setting_is_named_with_its_values() -> None:
     found = changes(start={"umask": "0022"}, end={"umask": "0077"})
-    assert found == ["umask was 0022, is 0077"]
+    assert found == ["umask: 0022 before, 0077 now"]
 
 
 def test_only_parts_that_both_readings_have_are_compared() -> None:
     start = {"loggers": {"torch": "level=30", "gone": "level=0"}}
     end = {"loggers": {"torch": "level=50", "new": "level=10"}}
-    assert changes(start=start, end=end) == ["loggers: torch was level=30, is level=50"]
+    assert changes(start=start, end=end) == ["loggers: torch: level=30 before, level=50 now"]
 
 
 def test_imports_may_add_filters_and_paths_and_nothing_else() -> None:
     start = {"sys.path": "a", "umask": "0022"}
     imported = {"sys.path": "a b", "umask": "0077"}
-    assert changes(start=start, imported=imported, end=imported) == ["umask was 0022, is 0077"]
+    assert changes(start=start, imported=imported, end=imported) == ["umask: 0022 before, 0077 now"]
     later = {"sys.path": "a b c", "umask": "0022"}
-    assert changes(start=start, registered=imported, end=later) == ["sys.path was a b, is a b c"]
+    assert changes(start=start, registered=imported, end=later) == [
+        "sys.path: a b before, a b c now"
+    ]
 
 
 def test_without_an_end_nothing_is_compared() -> None:

@@ -126,7 +126,7 @@ Actual: rank 0, step 0: another content of 'params' of group 0, the list
 Likely cause: the list or the group of the caller is changed in place: make a list of your
     own
 Expected: the same torch.is_grad_enabled() as before
-Actual: rank 0, step 0: another one
+Actual: rank 0, step 0: the grad mode has changed
 Likely cause: the grad mode is set to a constant at the end: use torch.no_grad() as a
     context""",
     )
@@ -217,13 +217,13 @@ def test_differences_from_a_reference_are_described() -> None:
             )
         ),
         """\
-Expected: the result of like(EMAModelAverager, decay=0.5): -16, up to 0.00024
-Actual: rank 1, 0/parameter/p0 of averager@2, index 0: -32 (15 of 15 elements differ)
-Expected: 10/parameter/p0 of the reference
+Expected: the result of like(EMAModelAverager, decay=0.5): -16 within 0.00024
+Actual: rank 1, step 0, p0 of averager@2, index 0: -32 (15 of 15 elements differ)
+Expected: a value for step 10, p0, as the reference has
 Actual: rank 0: none; applied() raised ValueError: no
-Expected: the result of like(EMAModelAverager, decay=0.5): -18, up to 0.000849
-Actual: rank 1, 10/parameter/p0 of averager@2, index 1: -20 (14 of 15 elements differ)
-Expected: 10/applied/p0 of the reference
+Expected: the result of like(EMAModelAverager, decay=0.5): -18 within 0.000849
+Actual: rank 1, step 10, p0 of averager@2, index 1: -20 (14 of 15 elements differ)
+Expected: a value for step 10, p0 in applied(), as the reference has
 Actual: rank 0: none; the averager has no applied(params), or refuses to be evaluated
 Expected: an average
 Actual: rank 0, step 10: no parameter changed
@@ -291,7 +291,7 @@ Expected: the parameters as they were, after an exception of an evaluation insid
 Actual: rank 0, step 3: other values of p0
 Likely cause: the parameters are not restored if an exception ends the context
 Expected: the same state_dict() within applied() as before it
-Actual: rank 0, step 3: another one
+Actual: rank 0, step 3: the grad mode has changed
 Likely cause: averages and parameters have changed places: a state that is saved while the
     averages are evaluated has the wrong ones""",
     )

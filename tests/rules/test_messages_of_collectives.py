@@ -106,29 +106,36 @@ def test_messages_that_arrive_wrong_are_described() -> None:
         ),
         """\
 Expected: 15 elements
-Actual: rank 0, step 0, p0, from rank 0: no tensor
+Actual: rank 0, step 0, p0, the message from rank 0: no tensor
 Expected: 15 elements
-Actual: rank 0, step 0, p0, from rank 0: 2 elements
-Expected: 0.934082031, for 0.934078038
-Actual: rank 0, step 1, p0, from rank 0, index 0: 1.40112305 (15 of 15 elements differ)
-Expected: 0.927193929 to 0.940962147, for 0.934078038
-Actual: rank 0, step 1, p0, from rank 0, index 0: 1.85438786 (15 of 15 elements differ)
-Expected: -0.625, for -0.625
-Actual: rank 0, step 0, p8, from rank 0, index 0: 0.21875 (30 of 30 elements differ)
+Actual: rank 0, step 0, p0, the message from rank 0: 2 elements
+Expected: 0.934082031 (exact: 0.934078038)
+Actual: rank 0, step 1, p0, the message from rank 0, index 0: 1.40112305 (15 of 15
+    elements differ)
+Expected: from 0.927193929 to 0.940962147 (exact: 0.934078038)
+Actual: rank 0, step 1, p0, the message from rank 0, index 0: 1.85438786 (15 of 15
+    elements differ)
+Expected: -0.625 (exact: -0.625)
+Actual: rank 0, step 0, p8, the message from rank 0, index 0: 0.21875 (30 of 30 elements
+    differ)
 Likely cause: elements are taken in the order of memory
 Expected: 1048577, or an error
-Actual: rank 0, step 0, p13, from rank 0, index 0: 65505 (15 of 15 elements differ)
+Actual: rank 0, step 0, p13, the message from rank 0, index 0: 65505 (15 of 15 elements
+    differ)
 Likely cause: integers are rounded
-Expected: 65504 or inf, for 1.34578709e+156
-Actual: rank 0, step 1, p10, from rank 0, index 1: 65505 (3 of 15 elements differ)
-Expected: -8, for -8
-Actual: rank 0, step 0, p10, from rank 0, index 0: -7 (15 of 15 elements differ)
-Expected: -inf or -65504, for -inf
-Actual: rank 0, step 0, p0, from rank 0, index 2: inf (6 of 30 elements differ)
+Expected: 65504 or inf (exact: 1.34578709e+156)
+Actual: rank 0, step 1, p10, the message from rank 0, index 1: 65505 (3 of 15 elements
+    differ)
+Expected: -8 (exact: -8)
+Actual: rank 0, step 0, p10, the message from rank 0, index 0: -7 (15 of 15 elements
+    differ)
+Expected: -inf or -65504 (exact: -inf)
+Actual: rank 0, step 0, p0, the message from rank 0, index 2: inf (6 of 30 elements
+    differ)
 Likely cause: an infinity is lost
 Expected: a mean within 0.00048
-Actual: rank 0, step 0, p0, from rank 0, index 154: off by 0.0105 over 24 calls; one
-    call's bound is 0.0105
+Actual: rank 0, step 0, p0, the message from rank 0, index 154: off by 0.0105 over 24
+    calls; one call's bound is 0.0105
 Likely cause: nothing is fed back: each call loses the same again""",
     )
 
@@ -160,7 +167,7 @@ Expected: the sent values, divided by 8
 Actual: the sent values, not divided
 Likely cause: the factor is ignored
 Expected: 0 elements
-Actual: rank 0, step 0, p4, from rank 0: no tensor
+Actual: rank 0, step 0, p4, the message from rank 0: no tensor
 Expected: an error: dimensions(2) is claimed
 Actual: rank 0, step 0, p0, of shape (7,): there was none
 Expected: tensors of float16
@@ -189,7 +196,8 @@ Likely cause: async_op=True is ignored
 Expected: a wait() that returns, or an error of the call itself
 Actual: rank 0, step 0, p0: wait() raised TypeError: no
 Likely cause: a wait() that raises
-Expected: at most 286 bytes a message, by collective(all_gather), rounded(float16)
+Expected: at most 286 bytes for each message, as collective(all_gather), rounded(float16)
+    allows
 Actual: rank 0, step 0, p0: 1000000 bytes for 15 elements
 Likely cause: as many bytes as in float32: rounded values are sent in a wide dtype
 Expected: an object with wait()
@@ -211,12 +219,12 @@ def test_answers_of_handles_are_described() -> None:
         ),
         """\
 Expected: 0 elements
-Actual: rank 0, step 0, p3, from rank 0: no tensor
+Actual: rank 0, step 0, p3, the message from rank 0: no tensor
 Expected: answers after wait() that fit a call which has ended well
 Actual: rank 0, step 0, p0: result() gives other tensors than the outputs
 Likely cause: the answer of the collective's own Work, or of an earlier moment
 Expected: 0 elements
-Actual: rank 0, step 0, p3, from rank 0: no tensor
+Actual: rank 0, step 0, p3, the message from rank 0: no tensor
 Expected: is_completed() true after wait()
 Actual: rank 0, step 0, p0: is_completed() is false after wait()""",
     )
@@ -232,26 +240,30 @@ def test_what_follows_nan_and_zeros_is_described() -> None:
             )
         ),
         """\
-Expected: 0, for 0
-Actual: rank 0, step 0, p0, from rank 0, index 0: nan (896 of 896 elements differ)
-Likely cause: nothing is written
-Expected: nan, for nan
-Actual: rank 0, step 4, p0, from rank 0, index 12: 0 (1 of 896 elements differ)
-Expected: -inf or -65504, for -inf
-Actual: rank 0, step 6, p0, from rank 0, index 168: -1.79769313e+308 (1 of 896 elements
+Expected: 0 (exact: 0)
+Actual: rank 0, step 0, p0, the message from rank 0, index 0: nan (896 of 896 elements
     differ)
+Likely cause: nothing is written
+Expected: nan (exact: nan)
+Actual: rank 0, step 4, p0, the message from rank 0, index 12: 0 (1 of 896 elements
+    differ)
+Expected: -inf or -65504 (exact: -inf)
+Actual: rank 0, step 6, p0, the message from rank 0, index 168: -1.79769313e+308 (1 of 896
+    elements differ)
 Expected: 1.37828988e-08 to 1.4054796e-08
-Actual: rank 0, step 1, p0, from rank 0, index 0: 0 (893 of 896 elements)
+Actual: rank 0, step 1, p0, the message from rank 0, index 0: 0 (893 of 896 elements)
 Likely cause: tiny values are lost: a scale has a least value, or is sent in too few bits
 Expected: NaN or an infinity, for nan
-Actual: rank 0, step 4, p0, from rank 0, index 12: 0
+Actual: rank 0, step 4, p0, the message from rank 0, index 12: 0
 Likely cause: a NaN or an infinity is lost
 Expected: NaN or an infinity, for -inf
-Actual: rank 0, step 6, p0, from rank 0, index 168: 0
+Actual: rank 0, step 6, p0, the message from rank 0, index 168: 0
 Likely cause: a NaN or an infinity is lost
-Expected: 43.826769 to 44.173231, for 44
-Actual: rank 0, step 2, p0, from rank 0, index 0: 0 (896 of 896 elements differ)
-Likely cause: zeros arrive: the received buffer is read before the message is there""",
+Expected: from 43.826769 to 44.173231 (exact: 44)
+Actual: rank 0, step 2, p0, the message from rank 0, index 0: 0 (896 of 896 elements
+    differ)
+Likely cause: only zeros arrive: zeros are sent, the output is cleared, or the receive
+    buffer is read before the message is there""",
     )
 
 
@@ -275,21 +287,21 @@ def test_forms_of_calls_and_signs_are_described() -> None:
             )
         ),
         """\
-Expected: -56, for -56
-Actual: rank 0, step 0, p0, arguments as positional, from rank 0, index 0: -196 (12 of 12
-    elements differ)
+Expected: -56 (exact: -56)
+Actual: rank 0, step 0, p0, call form 'positional', the message from rank 0, index 0: -196
+    (12 of 12 elements differ)
 Likely cause: an argument is not seen if it is given by position
-Expected: -1.5, for -1.5
-Actual: rank 0, step 0, p1, arguments as keywords, from rank 0, index 0: -5.25 (12 of 12
-    elements differ)
+Expected: -1.5 (exact: -1.5)
+Actual: rank 0, step 0, p1, call form 'keywords', the message from rank 0, index 0: -5.25
+    (12 of 12 elements differ)
 Likely cause: an argument is not seen if it is given by keyword
-Expected: 24, for 24
-Actual: rank 0, step 0, p2, arguments as group_src, from rank 0, index 0: 84 (12 of 12
-    elements differ)
+Expected: 24 (exact: 24)
+Actual: rank 0, step 0, p2, call form 'group_src', the message from rank 0, index 0: 84
+    (12 of 12 elements differ)
 Likely cause: group_src is ignored
 Expected: zeros with the signs that were sent
-Actual: rank 0, step 0, p0, from rank 0: a zero with another sign, index 3
+Actual: rank 0, step 0, p0, the message from rank 0: a zero with another sign, index 3
 Expected: a finite number, for 0
-Actual: rank 0, step 0, p0, from rank 0, index 0: nan (896 of 896 elements)
+Actual: rank 0, step 0, p0, the message from rank 0, index 0: nan (896 of 896 elements)
 Likely cause: zeros are divided by their scale, which is 0""",
     )

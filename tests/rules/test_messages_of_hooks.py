@@ -73,7 +73,7 @@ Actual: rank 0, step 0, bucket 0: the future holds list
 Expected: a completed future
 Actual: rank 0, step 0, bucket 0: raised ValueError: no
 Expected: one hook on each rank
-Actual: rank 0 registered 0""",
+Actual: rank 0 registered 0 hooks""",
     )
 
 
@@ -163,7 +163,7 @@ Actual: rank 0, step 0: p0, p1 changed with that call""",
     [
         (
             "compressed",
-            "a result that loses something under compressed",
+            "a result that differs from the mean, as compressed declares",
             "the exact mean, in every step",
         ),
         ("local", "replicas that differ, at some world size", "the same results on all ranks, at"),
@@ -319,7 +319,8 @@ Actual: rank 0: it holds a function
 Expected: another result than the mean in step 2, the first after the warm-up
 Actual: the mean, up to rounding
 Expected: at most 0.5 of 188 bytes
-Actual: rank 0, step 2: 400 bytes, 2.13 of them; allreduce 400""",
+Actual: rank 0, step 2: 400 bytes, 2.13 times those of the gradients; the largest
+    collectives: allreduce 400""",
     )
 
 
@@ -394,8 +395,9 @@ Actual: rank 0 issues allreduce SUM 47 float32 (step 1, bucket 0) on the group o
     1, and rank 1 allreduce 94 float32 (step 1, bucket 0, outside the hook) on the group
     of ranks 1, 0 first
 Expected: the same collectives whatever PYTHONHASHSEED is
-Actual: rank 0 issues allreduce SUM 47 float32 (step 1, bucket 0) as collective 1 in
-    values@2, and in values@2 allreduce 94 float32 (step 1, bucket 0)""",
+Actual: collective 1 in the hook on rank 0 is allreduce SUM 47 float32 (step 1, bucket 0)
+    in values@2, and allreduce 94 float32 (step 1, bucket 0) in values@2, with another
+    PYTHONHASHSEED""",
     )
 
 
@@ -432,8 +434,8 @@ def test_draws_that_all_ranks_share() -> None:
     expecttest.assert_expected_inline(
         refused("13.14", runs, "unbiased"),
         """\
-Expected: a variance on 4 ranks of at most 0.75 of that on 2, where independent draws give
-    0.5
-Actual: 1 of it
-Likely cause: all ranks draw the same random numbers""",
+Expected: results on 4 ranks with at most 0.75 times the variance of those on 2 ranks;
+    independent draws give 0.5 times
+Actual: 4 ranks have 1 times the variance of 2 ranks
+Likely cause: some or all ranks draw the same random numbers""",
     )

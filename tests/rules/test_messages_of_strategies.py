@@ -148,7 +148,8 @@ Actual: rank 0, step 0: the values of p0, requires_grad of p1, the mode of x cha
         refused("16.39", synchronised(steps_taken=[1, 0])),
         """\
 Expected: one step of each optimizer by a call of step()
-Actual: rank 0, step 0: [1, 0] steps
+Actual: rank 0, step 0: one call of step() on each optimizer made these numbers of steps:
+    [1, 0]
 Likely cause: a method of the optimizer was replaced, and not put back""",
     )
     expecttest.assert_expected_inline(
@@ -174,21 +175,33 @@ def test_buffers_are_described() -> None:
     expecttest.assert_expected_inline(
         read_failures(found.failures[:5]),
         """\
-Expected: running statistics of 32: the step begins with those of rank 0
+Expected: running statistics: 32, as the step begins with the buffers of rank 0
 Actual: rank 0, step 0: 100
-Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: counts in int64 of 395491926476035103: the step begins with those of rank 0
+Likely cause: not the buffers of the group's first rank: DDP sends buffers only in a
+    forward that follows one outside of no_sync(), so that a strategy may have to send
+    them
+Expected: counts in int64: 395491926476035103, as the step begins with the buffers of rank
+    0
 Actual: rank 0, step 0: 9007199254740993
-Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: counts in int32 (channels_last) of 0: the step begins with those of rank 0
+Likely cause: not the buffers of the group's first rank: DDP sends buffers only in a
+    forward that follows one outside of no_sync(), so that a strategy may have to send
+    them
+Expected: counts in int32 (channels_last): 0, as the step begins with the buffers of rank
+    0
 Actual: rank 0, step 0: nan
-Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: counts in uint8 (a slice of a larger tensor) of 0: the step begins with those of
-    rank 0
+Likely cause: not the buffers of the group's first rank: DDP sends buffers only in a
+    forward that follows one outside of no_sync(), so that a strategy may have to send
+    them
+Expected: counts in uint8 (a slice of a larger tensor): 0, as the step begins with the
+    buffers of rank 0
 Actual: rank 0, step 0: nan
-Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
-Expected: a mask of bools with the bits (channels_last) of 37919: the step begins with
-    those of rank 0
+Likely cause: not the buffers of the group's first rank: DDP sends buffers only in a
+    forward that follows one outside of no_sync(), so that a strategy may have to send
+    them
+Expected: a mask of bools with the bits (channels_last): 37919, as the step begins with
+    the buffers of rank 0
 Actual: rank 0, step 0: 6
-Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only""",
+Likely cause: not the buffers of the group's first rank: DDP sends buffers only in a
+    forward that follows one outside of no_sync(), so that a strategy may have to send
+    them""",
     )

@@ -32,36 +32,43 @@ def test_wrong_sums_are_described() -> None:
             )
         ),
         """\
-Expected: -32.078125 to -31.921875, for -32
-Actual: rank 0, step 0, p0, the sum, index 0: -16.0390625 (14 of 15 elements differ)
+Expected: from -32.078125 to -31.921875 (exact: -32)
+Actual: rank 0, step 0, p0, the reduced output, index 0: -16.0390625 (14 of 15 elements
+    differ)
 Likely cause: it is divided by the number of ranks
-Expected: -0.946726027 to -0.918258843, for -0.932492435
-Actual: rank 0, step 1, p0, the sum, index 0: 99.053274 (15 of 15 elements differ)
-Expected: nan, for nan
-Actual: rank 0, step 0, p0, the sum, index 0: 0 (3 of 30 elements differ)
+Expected: from -0.946726027 to -0.918258843 (exact: -0.932492435)
+Actual: rank 0, step 1, p0, the reduced output, index 0: 99.053274 (15 of 15 elements
+    differ)
+Expected: nan (exact: nan)
+Actual: rank 0, step 0, p0, the reduced output, index 0: 0 (3 of 30 elements differ)
 Likely cause: NaN is lost
-Expected: 25.9746094 to 26.0253906, for 26
-Actual: rank 0, step 0, p2, arguments as average, the sum, index 0: 103.898438 (12 of 12
-    elements differ)
-Likely cause: op=AVG is ignored, or taken for another
-Expected: an error: numbers of floating point have no bits to combine
-Actual: rank 0, step 0, p6, arguments as bits_and: there was none
-Expected: 1080577, or an error
-Actual: rank 0, step 0, p9, arguments as maximum_of_integers, the sum, index 0: 63424.748
+Expected: from 25.9746094 to 26.0253906 (exact: 26)
+Actual: rank 0, step 0, p2, call form 'average', the reduced output, index 0: 103.898438
     (12 of 12 elements differ)
-Likely cause: op=MAX is ignored, or taken for another
-Expected: 3.98828125 to 4.01171875, for 4
-Actual: rank 0, step 0, p3, arguments as maximum, the sum, index 0: -5.01171875 (12 of 12
-    elements differ)
-Likely cause: op=MAX is ignored, or taken for another
+Likely cause: not the result of op=AVG: another operation, group or divisor, a lost sign,
+    or a coarser rounding
 Expected: an error: numbers of floating point have no bits to combine
-Actual: rank 0, step 0, p6, arguments as bits_and: there was none
+Actual: rank 0, step 0, p6, call form 'bits_and': there was none
 Expected: 1080577, or an error
-Actual: rank 0, step 0, p9, arguments as maximum_of_integers, the sum, index 0: 63424.748
+Actual: rank 0, step 0, p9, call form 'maximum_of_integers', the reduced output, index 0:
+    63424.748 (12 of 12 elements differ)
+Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
+    or a coarser rounding
+Expected: from 3.98828125 to 4.01171875 (exact: 4)
+Actual: rank 0, step 0, p3, call form 'maximum', the reduced output, index 0: -5.01171875
     (12 of 12 elements differ)
-Likely cause: op=MAX is ignored, or taken for another
-Expected: -32.078125 to -31.921875, for -32
-Actual: rank 0, step 0, p0, the sum, index 0: -41.078125 (15 of 15 elements differ)
+Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
+    or a coarser rounding
+Expected: an error: numbers of floating point have no bits to combine
+Actual: rank 0, step 0, p6, call form 'bits_and': there was none
+Expected: 1080577, or an error
+Actual: rank 0, step 0, p9, call form 'maximum_of_integers', the reduced output, index 0:
+    63424.748 (12 of 12 elements differ)
+Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
+    or a coarser rounding
+Expected: from -32.078125 to -31.921875 (exact: -32)
+Actual: rank 0, step 0, p0, the reduced output, index 0: -41.078125 (15 of 15 elements
+    differ)
 Likely cause: the group is ignored""",
     )
 

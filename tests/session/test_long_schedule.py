@@ -72,7 +72,8 @@ def test_a_long_warm_up_comes_before_the_record() -> None:
 def test_steps_of_the_command_line() -> None:
     assert read_request(Options(hook="m:f")).steps == 0
     assert read_request(Options(hook="m:f", steps=100_000)).steps == 100_000
-    with pytest.raises(UsageError, match="--steps 7: a number from 1200 to 10000000"):
+    message = "--steps 7 is out of range: give a number from 1200 to 10000000"
+    with pytest.raises(UsageError, match=message):
         read_request(Options(hook="m:f", steps=7))
     with pytest.raises(UsageError, match="--steps 2000: only hooks have a long run"):
         read_request(Options(averager="m:f,period=4", steps=2000))

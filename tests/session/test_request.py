@@ -73,7 +73,8 @@ def test_a_seed_that_was_given_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", [-1, LARGEST_SEED + 1])
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
-    with pytest.raises(UsageError, match=rf"--seed {seed}: a number from 0 to {LARGEST_SEED}"):
+    message = f"--seed {seed} is out of range: give a number from 0 to {LARGEST_SEED}"
+    with pytest.raises(UsageError, match=message):
         read_request(replace(HOOK, seed=seed))
 
 

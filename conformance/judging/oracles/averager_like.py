@@ -319,7 +319,8 @@ def _require_close(
         why = "".join(f"; applied() raised {event['error']}" for event in refused)
         if "/applied/" in key and not refused:
             why = "; the averager has no applied(params), or refuses to be evaluated"
-        found.require(False, f"{key} of the reference", f"rank {rank}: none{why}")
+        expected_value = f"a value for {_in_words(key)}, as the reference has"
+        found.require(False, expected_value, f"rank {rank}: none{why}")
         return
     right = expected.reshape(-1).double()
     values = got.reshape(-1).double()
@@ -334,7 +335,14 @@ def _require_close(
     at = int(wrong[0])
     found.require(
         False,
-        f"the result of {claims}: {right[at].item():.9g}, up to {bound[at].item():.3g}",
-        f"rank {rank}, {key} of {run.name}, index {at}: {values[at].item():.9g} "
+        f"the result of {claims}: {right[at].item():.9g} within {bound[at].item():.3g}",
+        f"rank {rank}, {_in_words(key)} of {run.name}, index {at}: {values[at].item():.9g} "
         f"({len(wrong)} of {len(values)} elements differ)",
     )
+
+
+def _in_words(key: str) -> str:
+    """Return the step, the parameter and the moment of a recorded tensor in words."""
+    step, name, parameter = key.split("/")
+    moments = {"applied": " in applied()", "restored": " after applied()"}
+    return f"step {step}, {parameter}{moments.get(name, '')}"

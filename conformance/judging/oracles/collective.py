@@ -105,7 +105,7 @@ class Call:
         return self.refused == "not asked"
 
     def __str__(self) -> str:
-        form = f", arguments as {self.form}" if self.form else ""
+        form = f", call form {self.form!r}" if self.form else ""
         return f"rank {self.rank}, step {self.step}, p{self.index}{form}"
 
 
@@ -130,7 +130,8 @@ class Arrival:
         return self.source < 0
 
     def __str__(self) -> str:
-        return f"{self.call}, {'the sum' if self.is_sum else f'from rank {self.source}'}"
+        output = "the reduced output" if self.is_sum else f"the message from rank {self.source}"
+        return f"{self.call}, {output}"
 
 
 def calls(run: Run) -> Iterator[Call]:
@@ -418,10 +419,10 @@ def _describe_allowed(allowed: Allowed, at: int, is_exact: bool) -> str:
     if is_exact:
         return f"{exact:.17g}, or an error"
     if low == high or math.isnan(low):
-        return f"{low:.9g}, for {exact:.9g}"
+        return f"{low:.9g} (exact: {exact:.9g})"
     if allowed.two_values:
-        return f"{low:.9g} or {high:.9g}, for {exact:.9g}"
-    return f"{low:.9g} to {high:.9g}, for {exact:.9g}"
+        return f"{low:.9g} or {high:.9g} (exact: {exact:.9g})"
+    return f"from {low:.9g} to {high:.9g} (exact: {exact:.9g})"
 
 
 def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
@@ -437,7 +438,10 @@ def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
     if run.scenario.name == SPECIAL.name:
         return lost_value(allowed.exact[at].item(), got[at].item())
     if not got.any():
-        return "zeros arrive: the received buffer is read before the message is there"
+        return (
+            "only zeros arrive: zeros are sent, the output is cleared, or the receive buffer is "
+            "read before the message is there"
+        )
     if arrival.is_sum:
         return _cause_of_sum(run, claims, arrival)
     rtol = 1e-3 if allowed.has_rounding else 0.0
@@ -468,7 +472,10 @@ def _cause_of_sum(run: Run, claims: Claims, arrival: Arrival) -> str:
     assert arrival.got is not None
     parts = [_allowed_message(run, claims, call, *pair, call.step) for pair in arrival.pairs]
     if operation := operation_of(call.form):
-        return f"op={OPERATIONS[operation]} is ignored, or taken for another"
+        return (
+            f"not the result of op={OPERATIONS[operation]}: another operation, group or divisor, a "
+            "lost sign, or a coarser rounding"
+        )
     of_group = "the group is ignored" if run.scenario.groups else ""
     return cause_of_wrong_sum(arrival.got, parts, arrival.place) or of_group
 

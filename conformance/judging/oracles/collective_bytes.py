@@ -62,7 +62,7 @@ def _require_of_calls(run: Run, claims: Claims, found: Found, some: list[Call], 
         is_fewer = not is_wide
     found.require(
         is_fewer,
-        f"at most {limit / size:.0f} bytes a message, by {claims}",
+        f"at most {limit / size:.0f} bytes for each message, as {claims} allows",
         f"{some[0]}: {sent / size:.0f} bytes for {numel} elements",
         "as many bytes as in float32: rounded values are sent in a wide dtype" if is_wide else "",
     )

@@ -122,7 +122,10 @@ def _require_right(
             at = int(bad.nonzero()[0])
             within = f" within {bound[at].item():.3g}" if bound[at] else ", bit for bit"
             name = "sum" if claims.sum else "mean"
-            expected = f"{name} {right[at].item():.9g}{within}, up to its sign"
+            expected = (
+                f"{name} {right[at].item():.9g}{within} (both values are shown without the sign "
+                "that this element has in the model)"
+            )
             found.require(False, expected, actual, cause)
             return None
         bounded = fold[part].isfinite() & (bound > 0) & used
@@ -148,7 +151,7 @@ def _describe(
     place = place_of(run, fold, part, first)
     value = f"{fold[part][first].item():.9g}"
     where = f"rank {rank}, step {step}, {words_of(run, rank, step, place)}"
-    count = f"{len(columns)} of {len(bad)} places of the table have wrong elements"
+    count = f"wrong for {len(columns)} of the {len(bad)} gradient values that the model repeats"
     cause = _cause(fold[part][columns], values[:, columns], rank, claims)
     seen = _buckets_of(run, rank, step, fold, part, columns)
     return f"{value} on {where}; {count}", "; ".join(filter(None, (cause, seen)))
@@ -213,10 +216,10 @@ def _buckets_of(
     if not wrong:
         return ""
     some = ", ".join(
-        f"{call['index']} of {call['numel']} elements and {len(call['parameters'])} tensors"
+        f"bucket {call['index']} ({call['numel']} elements in {len(call['parameters'])} tensors)"
         for call in sorted(wrong, key=lambda call: call["numel"])[:3]
     )
-    return f"wrong in {len(wrong)} of {len(calls)} buckets, among them bucket {some}"
+    return f"wrong in {len(wrong)} of {len(calls)} buckets, the smallest of them: {some}"
 
 
 def _cause(got: torch.Tensor, values: torch.Tensor, rank: int, claims: Claims) -> str:
@@ -283,8 +286,8 @@ def require_weights(run: Run, claims: Claims, found: Found, steps: list[int]) ->
             times = ", ".join(f"{float(count):.3g}" for count in counts)
             if not found.require(
                 bool(((counts - 1).abs() <= WEIGHT_SLACK).all()),
-                "every rank's gradient counts once over all ranks",
-                f"step {step}, bucket {bucket}: they count {times} times",
+                "weights of each rank's gradient that add up to 1 over all ranks' results",
+                f"step {step}, bucket {bucket}: the weights of ranks 0, 1, ... add up to {times}",
             ):
                 return False
     return True
@@ -310,9 +313,9 @@ def _weights_of(
         wrong = ~((fold[part][used] - fed @ weights).abs() <= slack)
         if not found.require(
             not wrong.any(),
-            "one weighted mean of ranks' gradients for all elements of a bucket",
-            f"{place}: {int(wrong.sum())} of {len(fed)} places of the table have elements that "
-            f"are none; nearest is {nearest}",
+            "the same weights of the ranks' gradients for all elements of a bucket",
+            f"{place}: for {int(wrong.sum())} of the {len(fed)} gradient values that it repeats, "
+            f"elements do not fit the weights that fit best, {nearest}",
         ):
             return None
     is_mean = bool((weights >= -WEIGHT_SLACK).all()) and abs(weights.sum() - 1) <= WEIGHT_SLACK

@@ -83,14 +83,17 @@ def _require_share(
     """
     left, before = (sum(float(of[i].square().sum()) for i in indices) for of in (held, whole))
     share = 1 - left / before
-    actual = f"{place}: {max(share, 0.0):.3g} of them"
-    cause = "the result belongs to other steps: one is missing that holds this gradient"
+    actual = f"{place}: by {max(share, 0.0):.3g} of it"
+    cause = (
+        "the result hardly contains the gradient of its own step: it may be the result of an "
+        "earlier step"
+    )
     if share < -least:
-        actual = f"{place}: the result leaves {1 - share:.3g} times as much"
+        actual = f"{place}: the result raises it, to {1 - share:.3g} times its value"
         cause = "the result overshoots: more than the gradient and the residual come out"
     expected = (
-        f"a share of {least:.3g}, an eighth of delta, of gradients and residuals in the step in "
-        "which they are fed, in squares"
+        "a result that lowers the squared norm of gradient plus residual, in the gradient's own "
+        f"step, by at least {least:.3g} of it (an eighth of delta)"
     )
     holds = found.require(share >= least, expected, actual, cause)
     if holds:

@@ -224,7 +224,12 @@ def require_post_hooks(run: Run, member: Member, found: Found) -> None:
     found.require(are_last, "post hooks after the last step", f"{member}: one before it")
     values = {e["last"] for rank in run.ranks for e in rank.all("post", step=member.context)}
     is_same = len(values) == 1 and len(set(member.inputs)) > 1
-    cause = "is_last_joiner is the same on all ranks" if is_same else ""
+    cause = (
+        "every post hook got the same is_last_joiner, although the ranks have different numbers of "
+        "inputs"
+        if is_same
+        else ""
+    )
     for event in posts:
         _require_last_joiner(member, event, found, cause)
 

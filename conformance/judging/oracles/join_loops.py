@@ -27,7 +27,10 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 
 _BEFORE = "before the context"
-_SAVED = "what was saved on entering is set again, although the body has changed it since"
+_SAVED = (
+    "the context or a hook sets this value for its own work, or restores the one that it saved on "
+    "entering, although the body has changed it since"
+)
 _IN_HOOKS = ("in a main hook", "in a post hook")
 _AFTER = ("in a collective of the join", "after the context", "after an exception")
 
@@ -166,16 +169,17 @@ def _require_same_state(member: Member, left: Event, event: Event, when: str, fo
         changed = [name for name, value in left[field].items() if value != event[field].get(name)]
         found.require(
             not changed,
-            f"{field} as {when}",
-            f"{member}: those of {', '.join(changed[:3])} are others {event['place']}",
+            f"the same {field} as {when}",
+            f"{member}: {field} changed {event['place']}: {', '.join(changed[:3])}",
             cause,
         )
 
 
 # What a context leaves alone, with the likely causes of a change.
 _STATES = {
-    "generators": "a state that was saved on entering is set again; a seed, or a number is drawn",
-    "gradients": "zero_grad() as the context begins or ends, or in a shadow",
+    "generators": "the context or a hook restores a saved state of the generator, seeds it, or "
+    "draws a number",
+    "gradients": "zero_grad() is called when the context begins or ends, or in a shadowed step",
     "hyperparameters": _SAVED,
 }
 

@@ -381,7 +381,7 @@ def _require_gradient(run: Run, place: Place, found: Found, is_mean: bool, own: 
     found.require(
         bool(fitting),
         f"the sum of the gradients of ranks {member.training(at)}, divided by {divisors}",
-        f"{member}, step {at}, parameter {index}: another gradient",
+        f"{member}, step {at}, parameter {index}: the gradient has other values",
         _cause(run, place),
     )
 
@@ -468,7 +468,10 @@ def _cause(run: Run, place: Place) -> str:
     for name, (right, divisor) in mistakes.items():
         if torch.allclose(got.double(), right / divisor, rtol=1e-5, atol=0.0):
             return name
-    return "the main hook has to add zeros"
+    return (
+        "no known mistake: look at the divisor, at clipping or scaling, and at the main hook, "
+        "which has to contribute zeros"
+    )
 
 
 def _cause_of_divisor(run: Run, place: Place) -> str:

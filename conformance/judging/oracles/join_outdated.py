@@ -106,8 +106,9 @@ def _require_same_state(
         more = ", ..." if len(names) > 3 else ""
         found.require(
             False,
-            f"{name} as if {ranks} had joined with other values in what shadows there leave as it "
-            "is",
-            f"{late}: {name} depends on them",
-            f"one of these is sent, or used in a shadow: {', '.join(names[:3])}{more}",
+            f"{name} with the same value, whatever is in the state of {ranks} that shadowed steps "
+            "do not update",
+            f"{late}: {name} changed when the kit put older values into that state of {ranks}",
+            "a joined rank sends one of these values, or computes with it in a shadowed step: "
+            f"{', '.join(names[:3])}{more}",
         )

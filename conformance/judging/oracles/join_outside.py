@@ -78,8 +78,8 @@ def _require_means(run: Run, first: list[Member], outside: list[Member], found: 
             f"the sum of the gradients of ranks {list(member.group)}, divided by {sizes[0]}, as in "
             "the first context",
             f"rank {member.rank.rank}, step {at} before the first context, parameter {index}: "
-            "another gradient",
-            "what a join hook sets up is not there before the first context",
+            "the gradient has other values",
+            "the step may need what a join hook sets up in the first context",
         )
 
 
@@ -95,8 +95,10 @@ def _require_replicas(run: Run, outside: list[Member], found: Found) -> None:
             len(digests) == 1,
             f"the same {name} on all ranks after steps outside of a context, as at the end of the "
             "body of the first context",
-            f"{name} differs after {outside[0].most_inputs} steps before the first context",
-            "an average, or a common begin, that is there from the first context on",
+            f"{name} differs between the ranks after {outside[0].most_inputs} steps before the "
+            "first context",
+            "an average over the ranks, or a common initial state, may be set up only when the "
+            "first context is entered",
         )
 
 

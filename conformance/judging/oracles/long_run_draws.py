@@ -88,10 +88,11 @@ def _require_small(
         first = record.feed.first_steps[record.warm_up + span.start]
         if not found.require(
             not silent or count < EXPECTED,
-            f"elements of each parameter other than zero: about {count:.0f} of this one from step "
-            f"{first} on, if they come half as often as before",
-            f"rank {rank}, {name}: all are zero",
-            "a number of elements that is rounded to 0, or a parameter that is given up" * silent,
+            f"results other than zero for each parameter: about {count:.0f} from step {first} on "
+            "for this one, if it is sent half as often as before",
+            f"rank {rank}, {name}: all results are zero from that step on",
+            "a number of elements that is rounded to 0, or a parameter that is no longer sent"
+            * silent,
         ):
             return False
     along = (errors * means).sum(1)
@@ -187,8 +188,9 @@ def _require_cancelling(
         bound = SIGMAS * spread + PEAKS * peak + draws * slack * math.sqrt(errors.size(1))
         holds = found.require(
             total <= bound,
-            f"errors of {draws} draws that cancel out: a sum of at most {bound:.3g}",
-            f"{place}: {total:.3g}",
+            f"errors that cancel out: a sum of at most {bound:.3g} over {draws} draws, along one "
+            "direction",
+            f"{place}: a sum of {total:.3g}",
             _bias(along, means, directions) + hint if total > bound else "",
         )
         if not holds:
@@ -275,8 +277,8 @@ def require_own_noise(record: LongRecord, found: Found) -> None:
     ratio = squares["same"] / squares["same_one"]
     found.require(
         ratio <= size**1.5,
-        f"the variance of independent draws: {size} times that of one rank's, and below "
-        f"{size**1.5:.3g} times",
-        f"{ratio:.3g} times",
-        "all ranks draw the same numbers, or are off by the same values that no draw decides",
+        f"errors with gradients on all {size} ranks that have at most {size**1.5:.3g} times the "
+        f"variance of errors with gradients on rank 0 alone; independent draws give {size} times",
+        f"{ratio:.3g} times that variance",
+        "ranks draw the same numbers, or have the same error in every draw",
     )

@@ -33,12 +33,12 @@ def require_all_sent(record: LongRecord, found: Found) -> bool:
             name = record.run.parameter_name(index)
             holds = found.require(
                 not lost.any(),
-                f"every element in at least {int(among_largest[at])} steps of "
-                f"{record.feed.rounds - record.warm_up}: in as many as it is among the largest in",
-                f"rank {rank}, parameter {name}: element {at} is sent in {int(sent[at])}; "
-                f"{int(lost.sum())} elements are sent in too few",
-                "the same elements are left out in every step: a seed without the step, blocks "
-                "without their ends"
+                "each element sent in as many steps as it is among the largest: this one in at "
+                f"least {int(among_largest[at])} of {record.feed.rounds - record.warm_up}",
+                f"rank {rank}, parameter {name}: element {at} is sent in {int(sent[at])} steps; "
+                f"{int(lost.sum())} elements are sent in too few steps",
+                "elements that are seldom or never sent: a seed that does not depend on the step, "
+                "or blocks that leave out their ends"
                 if lost.any()
                 else "",
             )

@@ -64,9 +64,10 @@ def require_something_of_each_step(record: LongRecord, found: Found) -> bool:
                     which = f"all steps but {some}" if is_rest else f"steps {some}"
                     return found.require(
                         False,
-                        f"a part of each bucket in each step: of {count} steps at least one "
-                        f"delivers {share:.2g} of its input, the gradients and what was left out",
-                        f"rank {rank}, bucket of {names}: less in {which}",
+                        "a part of each bucket in each step: in at least one of the "
+                        f"{count} steps named below, a message of {share:.2g} times the norm of "
+                        "its input (gradient and residual)",
+                        f"rank {rank}, bucket of {names}: smaller ones in {which}",
                         "steps that send nothing, or next to nothing: delta is promised for each "
                         "step, and not for the sum of several",
                     )

@@ -127,8 +127,8 @@ def _require_solved(
     def words(number: int) -> str:
         return named_weights(weights[number], range(size))
 
-    expected = "one weighted mean of ranks' gradients for all elements"
-    nearest = "it is none; nearest is "
+    expected = "the same weights of the ranks' gradients for all elements"
+    nearest = "elements do not fit the weights that fit best, "
     if not _fail(record, away, rank, index, expected, lambda n: nearest + words(n), found):
         return None
     is_wrong = (weights < -WEIGHT_SLACK).any(1)
@@ -150,9 +150,10 @@ def _require_equal_influence(
         ((sums - 1).abs() > WEIGHT_SLACK).any(1),
         0,
         index,
-        "every rank's gradient counts once over all ranks",
+        "weights of each rank's gradient that add up to 1 over all ranks' results",
         lambda number: (
-            "they count " + ", ".join(f"{float(w):.3g}" for w in sums[number]) + " times"
+            "the weights of ranks 0, 1, ... add up to "
+            + ", ".join(f"{float(weight):.3g}" for weight in sums[number])
         ),
         found,
     )
@@ -218,8 +219,9 @@ def _require_meetings(record: LongRecord, heard: torch.Tensor, found: Found) -> 
     reaches = [rank for rank in range(size) if bool(reached[first, 0, rank])]
     found.require(
         not apart.numel(),
-        f"ranks that all meet within {MEETING} steps, twice as many as the claim promises",
-        f"in the {MEETING} steps from {begin} on, gradients of rank 0 meet those of ranks "
-        f"{', '.join(map(str, reaches[1:])) or 'none'} alone",
+        f"ranks that all exchange gradients, directly or through others, in each {MEETING} steps, "
+        "twice as many as the claim allows",
+        f"in the {MEETING} steps from step {begin} on, the ranks that exchange gradients with rank "
+        f"0 are: {', '.join(map(str, reaches[1:])) or 'none'}",
         "a period that grows with the steps, or a rotation that pauses",
     )

@@ -336,10 +336,10 @@ def _mistakes_with_ranks(run: Run, rank: int, step: int, index: int) -> dict[str
     size = len(ranks)
     users = sum(_has_used(run, other, step, index) for other in ranks)
     return {
-        "averaged over the ranks that have used it only: the zeros of the others count as well": (
+        "averaged over only the ranks that used the parameter: divide by the number of all ranks": (
             wanted * size / max(users, 1)
         ),
-        "each rank keeps its own: the accumulated gradient was not synchronised, a lost sync": own,
+        "each rank keeps its own accumulated gradient: it was not averaged over the ranks": own,
         "each rank has its own, divided: it was not summed, or not yet": own / size,
         "the sum, not divided": wanted * size,
         "divided twice": wanted / size,
@@ -371,7 +371,8 @@ def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str
             rest = total - torch.stack([means[part] for part in some]).sum(0)
             own_of_some = torch.stack([own[part] for part in some]).sum(0)
             known[f"micro-batch {names} is missing"] = rest
-            known[f"each rank keeps its own of micro-batch {names}"] = rest + own_of_some
+            name = f"each rank keeps its own gradient of micro-batch {names}: it was not averaged"
+            known[name] = rest + own_of_some
     return known
 
 

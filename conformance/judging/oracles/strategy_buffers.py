@@ -85,7 +85,7 @@ def _expected(run: Run, rank: int, step: int, name: str) -> str:
     right = _shown(_right_values(run, rank, step, name)[0])
     if not run.scenario.ddp.broadcast_buffers:
         return f"{words} of this rank's own: {right}, under broadcast_buffers=False"
-    return f"{words} of {right}: the step begins with those of rank {run.group(rank)[0]}"
+    return f"{words}: {right}, as the step begins with the buffers of rank {run.group(rank)[0]}"
 
 
 def _cause(run: Run, rank: int, step: int, wrong: list[str], got: Mapping[str, Any]) -> str:
@@ -107,7 +107,10 @@ def _cause(run: Run, rank: int, step: int, wrong: list[str], got: Mapping[str, A
     own = {name: _values_of(run, place, step, name)[-1] for name in wrong}
     if run.scenario.groups and any(got[name] != own[name] for name in wrong):
         return "they came from another rank than the group's first, or from none"
-    return "DDP sends buffers in a forward that follows one outside of no_sync only"
+    return (
+        "not the buffers of the group's first rank: DDP sends buffers only in a forward that "
+        "follows one outside of no_sync(), so that a strategy may have to send them"
+    )
 
 
 def _right_values(run: Run, rank: int, step: int, name: str) -> tuple[Any, ...]:

@@ -116,11 +116,12 @@ def require_last_elements(run: Run, found: Found) -> None:
             if least > 0 and float(others.max()) <= ALIKE * least:
                 found.require(
                     tail >= MISSING * least,
-                    f"the last {length} elements among the results, as elements elsewhere are",
-                    f"rank {rank.rank}: from element {begins[0]} on results have {tail:.3g} as the "
-                    f"sum of their squares; of {len(others)} other places none has less than "
-                    f"{least:.3g}",
-                    "a last part, shorter than others, is never sent",
+                    f"results other than zero for the last {length} elements, as for {length} "
+                    "elements elsewhere",
+                    f"rank {rank.rank}: from element {begins[0]} on, the squares of the results "
+                    f"add up to {tail:.3g}; at {len(others)} other places, those of as many "
+                    f"elements add up to {least:.3g} or more",
+                    "the last block, which is shorter than the others, may never be sent",
                 )
 
 
@@ -153,13 +154,13 @@ def require_alike_sizes(run: Run, claims: Claims, found: Found) -> None:
             numel = int(numels[index])
             holds = found.require(
                 not same_side or least <= bound,
-                f"{1 - bound:.3g} to {1 + bound:.3g} times the mean, in one of {len(steps)} draws: "
-                f"in buckets of fewer than {LARGE} elements each draw is within {usual:.3g}",
-                f"rank {rank}: {', '.join(f'{1 + float(off):.3g}' for off in offs)} times the mean "
-                f"in rows {members.start - _first_row(fed, index)} to "
-                f"{members.stop - 1 - _first_row(fed, index)} of parameter "
-                f"{run.parameter_name(index)} with {numel} elements",
-                "another way for large buckets",
+                f"{1 - bound:.3g} to {1 + bound:.3g} times the mean in at least one of "
+                f"{len(steps)} draws: parameters of fewer than {LARGE} elements are off by at most "
+                f"{usual:.3g} of the mean in each draw",
+                f"rank {rank}: {', '.join(f'{1 + float(off):.3g}' for off in offs)} times the "
+                f"mean, one number for each draw, in {_elements(run, fed, index, members)} of "
+                f"parameter {run.parameter_name(index)} with {numel} elements",
+                "large buckets may take another path through the code",
             )
             if not holds:
                 return
@@ -169,6 +170,15 @@ def require_alike_sizes(run: Run, claims: Claims, found: Found) -> None:
 def _first_row(fed: _Fed, index: int) -> int:
     """Return the place of a parameter's first row among the rows of all parameters."""
     return int((fed.parameters == index).nonzero()[0])
+
+
+def _elements(run: Run, fed: _Fed, index: int, members: slice) -> str:
+    """Return the first and the last element of some rows of a parameter, in words."""
+    spec = run.scenario.params[index]
+    of_parameter = list(rows(math.prod(spec.shape), run.scenario.period, index, spec.exponent))
+    first = _first_row(fed, index)
+    begin = of_parameter[members.start - first].begin
+    return f"elements {begin} to {of_parameter[members.stop - 1 - first].end - 1}"
 
 
 def _parts(fed: _Fed, numels: torch.Tensor) -> list[tuple[int, slice]]:

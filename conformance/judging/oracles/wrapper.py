@@ -159,8 +159,8 @@ def require_new_states(runs: Runs, found: Found) -> None:
                     found.require(
                         earlier == step,
                         "other random numbers in the backward of each step",
-                        f"rank {rank.rank}, step {step} of {name}: {block} runs again from the "
-                        f"state of the generator that it has run again from in step {earlier}",
+                        f"rank {rank.rank}, step {step} of {name}: the recomputation of {block} "
+                        f"begins with the same generator state as in step {earlier}",
                         "the generator is seeded before the forward runs again",
                     )
 
@@ -261,7 +261,7 @@ def require_compared(run: Run, found: Found, *prefixes: str) -> None:
                 wanted = event["wanted"]
                 found.require(
                     got == wanted,
-                    _shortened(wanted, got),
+                    _shortened(wanted, got) if wanted != [] else "no error and no difference",
                     f"rank {rank.rank}, {event['what']}: {_shortened(got, wanted)}",
                     prefix_cause(got, wanted),
                 )
@@ -299,7 +299,12 @@ def prefix_cause(names: Any, wanted: Any) -> str:
         len(name) > len(right) and name.endswith(right.rpartition(".")[2])
         for name, right in different
     )
-    return "the wrapper's own name is part of them" if different and are_longer else ""
+    if not different or not are_longer:
+        return ""
+    return (
+        "the names have a part too many, such as the attribute under which the wrapper keeps the "
+        "module"
+    )
 
 
 def _differ(got: torch.Tensor, right: torch.Tensor) -> bool:

@@ -292,7 +292,7 @@ class FrozenObjects:
             cls._own = []
         elif not any(one is cls._own for one in gc.get_objects()):
             cls._seen = True
-        return "more" if cls._seen else "no more"
+        return "some by the subject" if cls._seen else "none by the subject"
 
     @classmethod
     def freeze(cls) -> None:

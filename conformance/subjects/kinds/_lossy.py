@@ -170,7 +170,9 @@ def _read_local(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
                 "certify a hook that has a longer period with a shorter one"
             )
         if not mixing or values.get("ratio") == 0:
-            raise ValueError("cannot take period= if ranks never meet")
+            raise ValueError(
+                "cannot take period= beside mixing=False or ratio=0: ranks then never meet"
+            )
         values["period"] = period
     return {**values, "mixing": mixing}
 

@@ -129,7 +129,7 @@ def test_weighted_means_are_right():
 
 
 def test_weights_differ_within_a_bucket():
-    assert "are none" in weights("local", mixed(0.75, 0.01))[0].actual
+    assert "do not fit" in weights("local", mixed(0.75, 0.01))[0].actual
 
 
 def test_the_warm_up_is_the_mean():
@@ -216,30 +216,36 @@ def test_the_messages_on_folded_results():
         """\
 Expected: a gradient of every parameter
 Actual: rank 0, step 0: 1 parameters have none: p1
-Expected: mean -1.75, bit for bit, up to its sign
+Expected: mean -1.75, bit for bit (both values are shown without the sign that this
+    element has in the model)
 Actual: -3 on rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index (14,);
-    94 of 101 places of the table have wrong elements
+    wrong for 94 of the 101 gradient values that the model repeats
 Likely cause: equal to this rank's own gradient: nothing was communicated; every element
     of the model is wrong in the same way
-Expected: mean -1.75, bit for bit, up to its sign
+Expected: mean -1.75, bit for bit (both values are shown without the sign that this
+    element has in the model)
 Actual: -2.625 on rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index
-    (14,); 93 of 101 places of the table have wrong elements
+    (14,); wrong for 93 of the 101 gradient values that the model repeats
 Likely cause: 1.5 times the mean: scaled by a wrong factor; every element of the model is
     wrong in the same way
-Expected: mean -1.75, bit for bit, up to its sign
+Expected: mean -1.75, bit for bit (both values are shown without the sign that this
+    element has in the model)
 Actual: 1.75 on rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index (14,);
-    93 of 101 places of the table have wrong elements
+    wrong for 93 of the 101 gradient values that the model repeats
 Likely cause: -1 times the mean: scaled by a wrong factor; every element of the model is
     wrong in the same way
-Expected: mean -1.75, bit for bit, up to its sign
+Expected: mean -1.75, bit for bit (both values are shown without the sign that this
+    element has in the model)
 Actual: -2.75 on rank 0, step 0, bucket 0 of 393 elements, parameter p1 of 350, index (5,
-    46); 101 of 101 places of the table have wrong elements
-Likely cause: wrong in 1 of 1 buckets, among them bucket 0 of 393 elements and 3 tensors
+    46); wrong for 101 of the 101 gradient values that the model repeats
+Likely cause: wrong in 1 of 1 buckets, the smallest of them: bucket 0 (393 elements in 3
+    tensors)
 Expected: weights of at least 0 that sum to 1, this rank's own among them
 Actual: rank 1, step 0, bucket 0 of 393 elements: 1 of rank 0, 0 of rank 1
-Expected: one weighted mean of ranks' gradients for all elements of a bucket
-Actual: rank 0, step 0, bucket 0 of 393 elements: 101 of 101 places of the table have
-    elements that are none; nearest is 0.755 of rank 0, 0.251 of rank 1
+Expected: the same weights of the ranks' gradients for all elements of a bucket
+Actual: rank 0, step 0, bucket 0 of 393 elements: for 101 of the 101 gradient values that
+    it repeats, elements do not fit the weights that fit best, 0.755 of rank 0, 0.251 of
+    rank 1
 Expected: weights of at least 0 that sum to 1, this rank's own among them
 Actual: rank 0, step 0, bucket 0 of 393 elements: 1.5 of rank 0, -0.5 of rank 1
 Expected: the mean in the warm-up

@@ -48,7 +48,7 @@ def late_from_the_second(run: Run, rank: int, step: int, index: int) -> torch.Te
 def test_a_model_too_small_for_its_delta_is_judged_as_a_whole() -> None:
     assert not judged(mean, "compressed(delta=0.01)").failures
     (failure,) = judged(late_from_the_second, "compressed(delta=0.01)").failures
-    assert "step 2, all parameters: 0 of them" in failure.actual
+    assert "step 2, all parameters: by 0 of it" in failure.actual
 
 
 def late_for(*which: Any) -> torch.Tensor:
@@ -73,35 +73,40 @@ def test_results_of_other_steps_are_described() -> None:
         "\n".join(said),
         """\
 late
-Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
-    which they are fed, in squares
-Actual: rank 0, step 0, all parameters: 0 of them
-Likely cause: the result belongs to other steps: one is missing that holds this gradient
+Expected: a result that lowers the squared norm of gradient plus residual, in the
+    gradient's own step, by at least 0.0125 of it (an eighth of delta)
+Actual: rank 0, step 0, all parameters: by 0 of it
+Likely cause: the result hardly contains the gradient of its own step: it may be the
+    result of an earlier step
 late from the second step on
-Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
-    which they are fed, in squares
-Actual: rank 0, step 2, parameter p0: 0 of them
-Likely cause: the result belongs to other steps: one is missing that holds this gradient
+Expected: a result that lowers the squared norm of gradient plus residual, in the
+    gradient's own step, by at least 0.0125 of it (an eighth of delta)
+Actual: rank 0, step 2, parameter p0: by 0 of it
+Likely cause: the result hardly contains the gradient of its own step: it may be the
+    result of an earlier step
 late for one parameter
-Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
-    which they are fed, in squares
-Actual: rank 0, step 2, parameter p2: 7.41e-09 of them
-Likely cause: the result belongs to other steps: one is missing that holds this gradient
+Expected: a result that lowers the squared norm of gradient plus residual, in the
+    gradient's own step, by at least 0.0125 of it (an eighth of delta)
+Actual: rank 0, step 2, parameter p2: by 7.41e-09 of it
+Likely cause: the result hardly contains the gradient of its own step: it may be the
+    result of an earlier step
 late for small ones
-Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
-    which they are fed, in squares
-Actual: rank 0, step 2, small parameters: 0 of them
-Likely cause: the result belongs to other steps: one is missing that holds this gradient
+Expected: a result that lowers the squared norm of gradient plus residual, in the
+    gradient's own step, by at least 0.0125 of it (an eighth of delta)
+Actual: rank 0, step 2, small parameters: by 0 of it
+Likely cause: the result hardly contains the gradient of its own step: it may be the
+    result of an earlier step
 three times as much
-Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
-    which they are fed, in squares
-Actual: rank 0, step 0, all parameters: the result leaves 4 times as much
+Expected: a result that lowers the squared norm of gradient plus residual, in the
+    gradient's own step, by at least 0.0125 of it (an eighth of delta)
+Actual: rank 0, step 0, all parameters: the result raises it, to 4 times its value
 Likely cause: the result overshoots: more than the gradient and the residual come out
 nothing
-Expected: a share of 0.0125, an eighth of delta, of gradients and residuals in the step in
-    which they are fed, in squares
-Actual: rank 0, step 0, all parameters: 0 of them
-Likely cause: the result belongs to other steps: one is missing that holds this gradient
+Expected: a result that lowers the squared norm of gradient plus residual, in the
+    gradient's own step, by at least 0.0125 of it (an eighth of delta)
+Actual: rank 0, step 0, all parameters: by 0 of it
+Likely cause: the result hardly contains the gradient of its own step: it may be the
+    result of an earlier step
 NaN
 Expected: finite gradients
 Actual: rank 0, step 0: not finite""",

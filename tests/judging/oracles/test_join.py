@@ -313,8 +313,10 @@ Actual: rank 0, context 0 with inputs (3, 2), step 0, gradient of parameter 0: a
 Expected: after even inputs the mean or the sum of the gradients of ranks [0, 1]
 Actual: rank 0, context 0 with inputs (3, 2), step 0, parameter 0: neither
 Expected: the sum of the gradients of ranks [0, 1], divided by 2
-Actual: rank 0, context 1 with inputs (2, 3), step 0, parameter 0: another gradient
-Likely cause: the main hook has to add zeros
+Actual: rank 0, context 1 with inputs (2, 3), step 0, parameter 0: the gradient has other
+    values
+Likely cause: no known mistake: look at the divisor, at clipping or scaling, and at the
+    main hook, which has to contribute zeros
 Expected: the same p0 on all ranks
 Actual: rank 0, context 1 with inputs (2, 3): p0 differs on ranks [1]
 Likely cause: ranks that joined early keep values of their own

@@ -101,12 +101,14 @@ def test_failures_are_described() -> None:
         "\n".join(texts),
         """\
 Expected: the sum of the gradients of ranks [0, 1], divided by 2, as in the first context
-Actual: rank 1, step 0 before the first context, parameter 0: another gradient
-Likely cause: what a join hook sets up is not there before the first context
+Actual: rank 1, step 0 before the first context, parameter 0: the gradient has other
+    values
+Likely cause: the step may need what a join hook sets up in the first context
 Expected: a step outside of a context, or an error on every rank
 Actual: ranks [1] alone raise an error
 Expected: the same p0 on all ranks after steps outside of a context, as at the end of the
     body of the first context
-Actual: p0 differs after 3 steps before the first context
-Likely cause: an average, or a common begin, that is there from the first context on""",
+Actual: p0 differs between the ranks after 3 steps before the first context
+Likely cause: an average over the ranks, or a common initial state, may be set up only
+    when the first context is entered""",
     )

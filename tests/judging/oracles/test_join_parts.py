@@ -290,15 +290,18 @@ def test_failures_are_described() -> None:
     expecttest.assert_expected_inline(
         read_failures(failures),
         """\
-Expected: p as if rank 0 had joined with other values in what shadows there leave as it is
-Actual: rank 1, context 29 with inputs (2, 7): p depends on them
-Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), p,
-    ...
-Expected: typical as if rank 0 had joined with other values in what shadows there leave as
-    it is
-Actual: rank 1, context 29 with inputs (2, 7): typical depends on them
-Likely cause: one of these is sent, or used in a shadow: typical, s (2 of 6 elements), r,
-    ...
+Expected: p with the same value, whatever is in the state of rank 0 that shadowed steps do
+    not update
+Actual: rank 1, context 29 with inputs (2, 7): p changed when the kit put older values
+    into that state of rank 0
+Likely cause: a joined rank sends one of these values, or computes with it in a shadowed
+    step: typical, s (2 of 6 elements), p, ...
+Expected: typical with the same value, whatever is in the state of rank 0 that shadowed
+    steps do not update
+Actual: rank 1, context 29 with inputs (2, 7): typical changed when the kit put older
+    values into that state of rank 0
+Likely cause: a joined rank sends one of these values, or computes with it in a shadowed
+    step: typical, s (2 of 6 elements), r, ...
 Expected: the parameters of 10 steps in one context
 Actual: rank 1, step 7, in a second context that begins with step 7: other parameters
     afterwards

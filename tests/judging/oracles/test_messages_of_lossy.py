@@ -101,13 +101,13 @@ def test_weighted_means_are_described() -> None:
         """\
 Expected: between the smallest and the largest gradient of the ranks
 Actual: rank 0, step 0, bucket 0: 46 of 47 elements lie outside
-Expected: one weighted mean of ranks' gradients for all elements of a bucket
-Actual: rank 0, step 0, bucket 0: 47 of 47 elements are none; nearest is 0.516 of rank 0,
-    0.416 of rank 1
+Expected: the same weights of the ranks' gradients for all elements of a bucket
+Actual: rank 0, step 0, bucket 0: 47 of 47 elements do not fit the weights that fit best,
+    0.516 of rank 0, 0.416 of rank 1
 Expected: weights of at least 0 that sum to 1, this rank's own among them
 Actual: rank 0, step 0, bucket 0: 0 of rank 0, 1 of rank 1
-Expected: every rank's gradient counts once over all ranks
-Actual: step 0, bucket 0: they count 1.5, 0.5 times""",
+Expected: weights of each rank's gradient that add up to 1 over all ranks' results
+Actual: step 0, bucket 0: the weights of ranks 0, 1, ... add up to 1.5, 0.5""",
     )
 
 
@@ -119,8 +119,8 @@ def test_ranks_that_are_apart_are_described() -> None:
     expecttest.assert_expected_inline(
         "\n".join(texts),
         """\
-Expected: gradients of every rank that reach all others within 6 steps
-Actual: parameter p0: ranks 0; 1 are apart
+Expected: ranks that all exchange gradients within 6 steps, directly or through others
+Actual: parameter p0: no gradient passes between the sets of ranks {0}, {1}
 Likely cause: nothing is communicated: claim local(ratio=0) if that is meant
 Expected: the mean over all ranks in one of 2 steps
 Actual: parameter p0: not in the 2 steps up to step 1
@@ -164,14 +164,16 @@ def test_compressed_results_are_described() -> None:
     expecttest.assert_expected_inline(
         "\n".join(texts),
         """\
-Expected: results of 6 steps, and of 0 steps of faint gradients after them, that sum to
-    the means, within 0.0625
-Actual: rank 0, parameter p0: their sum is off by 0.775 of the gradients
+Expected: results that add up to the sum of the means, within 0.0625 of the norm of the
+    gradients, over 6 steps and 0 more with gradients near zero, in which residuals come
+    out
+Actual: rank 0, parameter p0: the sum of the results is off by 0.775 of the norm of the
+    gradients
 Likely cause: equal to this rank's own gradients: nothing was communicated, or its
     residual is taken against the values that it received
 Expected: the mean, within 0.0625, of gradients that were fed again and again
 Actual: rank 0, parameter p0: off by 2.34
-Likely cause: along the mean -0.002 times as long as it, and not in its direction
+Likely cause: the result is -0.002 times the mean plus a part orthogonal to it
 Expected: ||result - mean|| <= sqrt(1 - 0.5) ||gradient|| = 4.87
 Actual: rank 0, step 0, bucket 0: 12
 Expected: results of a norm of at most 150
@@ -194,20 +196,23 @@ def test_random_results_are_described() -> None:
     expecttest.assert_expected_inline(
         "\n".join(texts),
         """\
-Expected: errors of 160 draws that cancel out: a sum of at most 316
-Actual: rank 0, all parameters: 575; on average the result is off by 0.114 of the mean
-Likely cause: along the mean 1.1 times as long as it, and not in its direction
+Expected: errors that cancel out: a sum of at most 316 over 160 draws, along one direction
+Actual: rank 0, all parameters: a sum of 575; the average result is off by 0.114 of the
+    norm of the mean
+Likely cause: the result is 1.1 times the mean plus a part orthogonal to it
 Expected: an element of -6338 beside small ones, on average, within 1.9e+03
 Actual: rank 0, parameter p2, element 96: -200.1 on average of 160 draws
 Likely cause: a range that is cut, or values that are clamped
 Expected: the mean, if results do not vary
 Actual: rank 0, parameter p1: the same 0.5 off in each of 160 draws
-Expected: errors of 160 draws that cancel out: a sum of at most 3.03e+03
-Actual: rank 0, all parameters: 5.5e+03; on average the result is off by 1.09 of the mean
-Likely cause: along the mean 2.1 times as long as it, and not in its direction
-Expected: errors that have nothing in common with those of 2 steps later
-Actual: rank 0, all parameters: 0.988 of their squares in common
-Likely cause: a seed that repeats after 2 steps""",
+Expected: errors that cancel out: a sum of at most 3.03e+03 over 160 draws, along one
+    direction
+Actual: rank 0, all parameters: a sum of 5.5e+03; the average result is off by 1.09 of the
+    norm of the mean
+Likely cause: the result is 2.1 times the mean plus a part orthogonal to it
+Expected: errors that are not correlated with those of 2 steps later
+Actual: rank 0, all parameters: a correlation of 0.988
+Likely cause: the random numbers repeat after 2 steps, as from a seed that comes again""",
     )
 
 

@@ -160,7 +160,8 @@ def test_names_are_described_by_those_that_differ() -> None:
         """\
 Expected: 0.weight, 0.bias
 Actual: rank 0, parameter names: wrapper: wrapped.0.weight, wrapped.0.bias
-Likely cause: the wrapper's own name is part of them
+Likely cause: the names have a part too many, such as the attribute under which the
+    wrapper keeps the module
 Expected: 0.weight as number 1
 Actual: rank 0, parameter names: network: 1.weight as number 1
 Expected: 3 items

@@ -198,4 +198,4 @@ def likely_cause(
             f"only {ratio:.2g} of the mean comes out: the rest of a step is lost, "
             "or not added to the next"
         )
-    return f"along the mean {ratio:.2g} times as long as it, and not in its direction"
+    return f"the result is {ratio:.2g} times the mean plus a part orthogonal to it"

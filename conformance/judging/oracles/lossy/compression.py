@@ -59,9 +59,10 @@ def require_sum_of_means(judged: JudgedRun, steps: range, ranks: Sequence[int] =
             cause = likely_cause(total, means, own, len(judged.group(rank)), feedback=True)
         holds = judged.found.require(
             off <= LIMIT,
-            f"results of {fed} steps, and of {len(steps) - fed} steps of faint gradients after "
-            f"them, that sum to the means, within {LIMIT:g}",
-            f"{place}: their sum is off by {off:.3g} of the gradients",
+            f"results that add up to the sum of the means, within {LIMIT:g} of the norm of the "
+            f"gradients, over {fed} steps and {len(steps) - fed} more with gradients near zero, in "
+            "which residuals come out",
+            f"{place}: the sum of the results is off by {off:.3g} of the norm of the gradients",
             cause,
         )
         if not holds:
@@ -105,10 +106,11 @@ def require_drained(judged: JudgedRun, steps: range) -> None:
         size = float(got.norm()) / fed
         holds = judged.found.require(
             size <= LIMIT,
-            f"results that are empty again after {len(steps)} steps of faint gradients, within "
-            f"{LIMIT:g} of the gradients before",
-            f"{place}: {size:.3g}",
-            "state that a NaN or an infinity has changed on one rank, or in part" * (size > LIMIT),
+            f"a result near zero after {len(steps)} steps with gradients near zero: at most "
+            f"{LIMIT:g} times the norm of the last ordinary gradients",
+            f"{place}: {size:.3g} times that norm",
+            "a NaN or an infinity may have changed the state on one rank only, or only a part of it"
+            * (size > LIMIT),
         )
         if not holds:
             return

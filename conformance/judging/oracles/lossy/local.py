@@ -50,8 +50,8 @@ def _require_equal_influence(
     times = ", ".join(f"{float(count):.3g}" for count in counts)
     return judged.found.require(
         even,
-        "every rank's gradient counts once over all ranks",
-        f"{place}: they count {times} times",
+        "weights of each rank's gradient that add up to 1 over all ranks' results",
+        f"{place}: the weights of ranks 0, 1, ... add up to {times}",
     )
 
 
@@ -116,8 +116,9 @@ def _require_explained(
     nearest = named_weights(solved, group)
     return judged.found.require(
         not wrong.any(),
-        "one weighted mean of ranks' gradients for all elements of a bucket",
-        f"{place}: {int(wrong.sum())} of {len(got)} elements are none; nearest is {nearest}",
+        "the same weights of the ranks' gradients for all elements of a bucket",
+        f"{place}: {int(wrong.sum())} of {len(got)} elements do not fit the weights that fit best, "
+        f"{nearest}",
     )
 
 
@@ -222,14 +223,14 @@ def require_mixing(judged: JudgedRun, steps: range) -> None:
     ]
     is_silent = all(len(part) == 1 for _, _, parts in mixing for part in parts)
     for name, number, parts in mixing:
-        names = "; ".join(", ".join(map(str, part)) for part in parts)
+        names = ", ".join(f"{{{', '.join(map(str, part))}}}" for part in parts)
         cause = ""
         if len(parts) > 1:
             cause = cause_of_parts(parts, is_silent)
         holds = judged.found.require(
             len(parts) == 1,
-            f"gradients of every rank that reach all others within {number} steps",
-            f"parameter {name}: ranks {names} are apart",
+            f"ranks that all exchange gradients within {number} steps, directly or through others",
+            f"parameter {name}: no gradient passes between the sets of ranks {names}",
             cause,
         )
         if not holds:

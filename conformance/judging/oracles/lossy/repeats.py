@@ -137,9 +137,9 @@ def _products(rows: torch.Tensor) -> torch.Tensor:
 def _require_little(judged: JudgedRun, place: str, share: float, checks: int) -> bool:
     holds = judged.found.require(
         share <= IN_COMMON,
-        f"errors with at most {IN_COMMON:g} of their squares in common, as far as their places "
-        "decide",
-        f"{place}: {share:.3g} of them",
+        f"errors whose correlation is at most {IN_COMMON:g} higher than at other distances between "
+        "elements",
+        f"{place}: {share:.3g} higher",
         "the same random numbers are used twice in a step: a generator that is seeded by a shape, "
         "or a block of noise that is used again"
         if share > IN_COMMON

@@ -302,10 +302,11 @@ def _require_right_on_average(
     share = 1 + float(along.sum()) / draws / float(right[members].abs().sum())
     holds = judged.found.require(
         total <= bound,
-        f"{named} that are right on average: errors of {draws} draws that sum to at most "
-        f"{bound:.3g}",
-        f"{place}: {total:.3g}; on average {share:.3g} of these {numel} elements comes out",
-        "too few random bits, or a threshold",
+        f"{named}, right on average: errors that add up to at most {bound:.3g} over {draws} draws",
+        f"{place}: the errors add up to {total:.3g}; the average result is {share:.3g} times the "
+        f"mean of these {numel} elements",
+        "too few random bits, a threshold or a clamp, or a wrong probability or scale for these "
+        "elements",
     )
     if holds:
         judged.found.checked(draws, total / bound if bound else None)
@@ -363,9 +364,10 @@ def _require_sent(judged: JudgedRun, draws: Draws, rank: int, index: int, place:
     at = int(lost.double().argmax()) if lost.any() else 0
     return judged.found.require(
         not lost.any(),
-        f"every element in one of {len(sent)} draws, if smaller ones are in a third of them",
-        f"{place}: elements that are zero in all draws: {int(lost.sum())}, the first is {at}",
-        "elements that are never sent: after the last block, or before the first"
+        f"every element other than zero in at least one of {len(sent)} results, as elements that "
+        "are no larger are in a third of them",
+        f"{place}: {int(lost.sum())} elements are zero in all of them, the first is element {at}",
+        "elements that are never sent, as those before the first block or after the last one"
         * bool(lost.any()),
     )
 
@@ -408,8 +410,10 @@ def _require_cancelling_along(
             cause = likely_cause(sums, means.sum(0), torch.zeros_like(sums), 1)
         holds = judged.found.require(
             total <= bound,
-            f"errors of {draws} draws that cancel out: a sum of at most {bound:.3g}",
-            f"{place}: {total:.3g}; on average the result is off by {off:.3g} of the mean",
+            f"errors that cancel out: a sum of at most {bound:.3g} over {draws} draws, along one "
+            "direction",
+            f"{place}: a sum of {total:.3g}; the average result is off by {off:.3g} of the norm of "
+            "the mean",
             cause,
         )
         if not holds:
@@ -459,9 +463,11 @@ def _require_fresh(judged: JudgedRun, place: str, errors: torch.Tensor) -> bool:
         share = total / max(float(products.diagonal().sum()), 1e-300)
         holds = judged.found.require(
             total <= bound,
-            f"errors that have nothing in common with those of {lag} steps later",
-            f"{place}: {share:.3g} of their squares in common",
-            f"a seed that repeats after {lag} steps" if share > FINE else "",
+            f"errors that are not correlated with those of {lag} steps later",
+            f"{place}: a correlation of {share:.3g}",
+            f"the random numbers repeat after {lag} steps, as from a seed that comes again"
+            if share > FINE
+            else "",
         )
         if not holds:
             return False
