@@ -43,7 +43,8 @@ by W / f, and the last quotient errs by eta / 2 again:
     |computed - mean| <= W (eta / 2) / (W / f) + eta / 2 = (f + 1) / 2 eta
 
 For W = 2**n every f divides W, and the bound is 0. For other W, f is at most the largest power of
-two below W. Under ``scaled`` the factor after the sum may be 1: the bound is (W + 1) / 2 eta.
+two below W. The same holds for crafted values of which some x_r / f is no multiple of eta. Under
+``scaled`` the factor after the sum may be 1: the bound is (W + 1) / 2 eta.
 
 Overflow. If the partial sums of one sign can exceed the largest value of the dtype, an infinity of
 that sign is right, and NaN if those of both signs can. A finite value is right only within the
@@ -197,7 +198,11 @@ def _bounded(
     unit, eta, _ = precision(dtype, claims)
     if kind.startswith("tiny"):
         bound += _units_of_underflow(size, claims) * eta
-    elif kind not in EXACT_KINDS or size not in EXACT_SIZES or claims.scaled:
+    elif kind in EXACT_KINDS and size in EXACT_SIZES and not claims.scaled:
+        units = values / (_largest_power_below(size) * eta)
+        underflows = (units != units.round()).any(0)
+        bound += torch.where(underflows, _units_of_underflow(size, claims) * eta, 0.0)
+    else:
         operations = size + 1 + bool(claims.rounded) + 2 * claims.scaled
         gamma = operations * unit / (1 - operations * unit)
         bound = gamma * values.abs().sum(0) / size + operations * eta
@@ -214,8 +219,13 @@ def _units_of_underflow(size: int, claims: Claims) -> float:
         return 0.0
     if claims.scaled:
         return (size + 1) / 2
-    divisor = 1 << (size - 1).bit_length() - 1 if size > 1 else 1
+    divisor = _largest_power_below(size)
     return 0.0 if divisor * 2 == size or size == 1 else (divisor + 1) / 2
+
+
+def _largest_power_below(size: int) -> int:
+    """Return the largest power of two below a size; 1 for the size 1."""
+    return 1 << (size - 1).bit_length() - 1 if size > 1 else 1
 
 
 def judge_values(
