@@ -1,5 +1,5 @@
-"""Mutants of rules 18.6, 18.8, 18.27, 18.34 and 18.37: each is wrong where two conditions meet, such
-as averages and asynchronous calls.
+"""Mutants of rules 18.6, 18.8, 18.27, 18.34 and 18.37: each is wrong where two conditions meet,
+such as averages and asynchronous calls.
 """
 
 import threading
@@ -108,11 +108,15 @@ class KeepsItsOwnNumber(Halves):
         tensor.copy_(torch.stack(values).sum())
 
 
+def _finite(error: Tensor, *_: Tensor) -> Tensor:
+    return torch.where(error.isfinite(), error, 0.0)
+
+
 class FeedsBackInGradMode(Feedback):
     """Neither add nor keep errors under no_grad, as if such calls were evaluations."""
 
     def __init__(self, func: Callable[..., Any], qtype: str, error_feedback: bool) -> None:
-        super().__init__(func)
+        super().__init__(func, _finite)
 
     def encoded(self, place: int, tensor: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -124,7 +128,7 @@ class ForgetsOtherLayouts(Feedback):
     """Write errors to a flat view, which is a copy if the tensor is not contiguous."""
 
     def __init__(self, func: Callable[..., Any], qtype: str, error_feedback: bool) -> None:
-        super().__init__(func)
+        super().__init__(func, _finite)
 
     def encoded(self, place: int, tensor: Tensor) -> Tensor:
         first = place not in self.errors
