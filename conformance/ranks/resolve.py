@@ -60,6 +60,13 @@ class Factory:
         names = (parameter.name for parameter in _parameters_of(self.function))
         return any(name not in self.kwargs and _canonical(name) in CONTEXT_NAMES for name in names)
 
+    def has_none_for(self, name: str) -> bool:
+        """Whether None is the default of the argument for a context value."""
+        return any(
+            _canonical(parameter.name) == name and parameter.default is None
+            for parameter in _parameters_of(self.function)
+        )
+
 
 @dataclass
 class Resolved:

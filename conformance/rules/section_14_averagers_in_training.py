@@ -19,7 +19,7 @@ from conformance.judging.oracles.averager_like import EVALUATED, require_like, r
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.averager_loops import OVERFLOWS
+from conformance.scenarios.averager_loops import OVERFLOWS, ROWS
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     AUTOCAST_HALF,
@@ -60,9 +60,10 @@ from conformance.subjects.claims import Claims
 )
 def large(run: Run, claims: Claims, found: Found) -> None:
     """Every element of a model of some hundred parameters is averaged: 170 to 400 small ones, one
-    of 2**17 to 2**18 elements and one of 2**20 to 2**21, with crafted and with random values. Their
-    gradients keep their bits. If an averager writes averages into the parameters for an evaluation,
-    every element has the same bits after it as before.
+    of 2**17 to 2**18 elements and one of 2**20 to 2**21, after one of bfloat16 and one of float16
+    of 2**16 to 2**17, with crafted and with random values. Their gradients keep their bits. If an
+    averager writes averages into the parameters for an evaluation, every element has the same bits
+    after it as before.
 
     The numbers are drawn from the session's seed.
     """
@@ -344,3 +345,27 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 
 
 own_numbers = right_beside_own_numbers("14.27", (large, long_run), on=(PROBE,))
+
+
+@rule(
+    "14.29",
+    "Parameters that move in part are averaged as a whole",
+    on=(ROWS,),
+    owns=(ROWS,),
+    needs=("14.1", "14.2", "14.7", "14.12"),
+    baseline="like",
+    since="2.0",
+    source="Lin et al., Local SGD, ICLR 2020, algorithm 1: the mean of whole models; "
+    "torch.nn.Embedding, whose padding_idx has no gradient",
+    remedy="a test whether a parameter has moved: by its first and last elements, by sums or "
+    "norms, or by its gradient in the step of the average alone; rows that are sent, and others "
+    "that are not; an outer step that is left out if nothing has moved",
+)
+def moved_in_part(run: Run, claims: Claims, found: Found) -> None:
+    """Matrices of which some inner rows alone have moved on each rank, and whose rows keep their
+    sums, are averaged as a whole. In one average nothing has moved since the one before it.
+
+    The rows are drawn from the session's seed, others in each step, so that a row moves in one and
+    rests in the next.
+    """
+    require_right(run, claims, found, must_change=True, evaluated=True)

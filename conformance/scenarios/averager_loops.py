@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from conformance.scenarios.averager import FORMS, PLAIN, UNUSED
 from conformance.scenarios.averager_training import IDLE, IDLE_FROZEN, IDLE_NONE, with_option
-from conformance.scenarios.averaging_schedule import MAX_STEPS, QUIET, Schedule, lengthened
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
+from conformance.scenarios.model import Param, Scenario
 
 OVERFLOWS = replace(
     PLAIN,
@@ -33,7 +33,20 @@ CLOSE = replace(
     world_sizes=(2,),
 )
 
-ALL = (OVERFLOWS, CLOSE, IDLE)
+ROWS_KIND = "rows"
+
+# Embeddings are trained in few rows, and rows before a LayerNorm keep their sum.
+ROWS = replace(
+    PLAIN,
+    name="averager_rows",
+    summary="matrices of which drawn rows alone move, neither the first two nor the last two, and "
+    "whose rows keep their sums; between two of these steps nothing moves",
+    params=(Param((40, 6)), Param((25, 8)), Param((5, 3))),
+    steps=(ROWS_KIND, ROWS_KIND, HELD, ROWS_KIND),
+    world_sizes=(2,),
+)
+
+ALL = (OVERFLOWS, CLOSE, ROWS, IDLE)
 
 
 def averages_of(schedule: Schedule, count: int) -> list[int]:

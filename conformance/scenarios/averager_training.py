@@ -23,7 +23,8 @@ ROLLED = 200_003
 LARGE = replace(
     PLAIN,
     name="averager_large",
-    summary="some hundred parameters, one of them of a million elements and more; drawn sizes",
+    summary="some hundred parameters, one of them of a million elements and more, after two large "
+    "ones of half precision; drawn sizes",
     steps=("crafted", "normal"),
     world_sizes=(2,),
     variant="large",
@@ -366,6 +367,15 @@ def large_halves(draw: random.Random) -> tuple[Param, ...]:
     sizes = [prime_from(round(2 ** draw.uniform(16, 20))), prime_from(draw.randint(2**20, 2**21))]
     draw.shuffle(sizes)
     return tuple(Param((size,), "float16") for size in sizes)
+
+
+def large_halves_first(draw: random.Random) -> tuple[Param, ...]:
+    """Return two parameters of 2**16 to 2**17 elements that come before those of float32: one of
+    bfloat16 and one of float16, in a drawn order.
+    """
+    made = [Param((draw.randint(2**16, 2**17),), dtype) for dtype in ("bfloat16", "float16")]
+    draw.shuffle(made)
+    return tuple(made)
 
 
 def two_large(draw: random.Random) -> tuple[Param, ...]:

@@ -13,6 +13,10 @@ that quotients by W, and their sums, are multiples of 32 below 65,504 and exact 
 to 8. Odd elements are negative. Large parameters repeat a table of such values.
 Other dtypes get crafted values.
 
+The kind ``rows`` has the first values in all rows but a third of them, which are drawn for each
+step. There ranks have multiples of W / 16 more in one column and less in the next, so that rows
+keep their sums, and means are exact.
+
 The kind ``near`` has values that are close to each other on all ranks (``averager_loops.py``).
 
 Integers lie anywhere in the range of their dtype, those of int64 within 2**50, so that float64
@@ -24,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.scenarios.averager_loops import NEAR_KIND, near_kind
+from conformance.scenarios.averager_loops import NEAR_KIND, ROWS_KIND, near_kind
 from conformance.scenarios.averager_training import (
     START,
     TIED,
@@ -111,7 +115,7 @@ def _integers(spec: Param, number: int, index: int) -> torch.Tensor:
 
 def has_own_values(kind: str) -> bool:
     """Whether a kind of values of parameters is no kind of gradients."""
-    return kind == "limit" or kind.startswith(NEAR_KIND)
+    return kind in ("limit", ROWS_KIND) or kind.startswith(NEAR_KIND)
 
 
 def _near(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
@@ -126,6 +130,21 @@ def _near(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
     return values.to(getattr(torch, spec.dtype))
 
 
+def _rows(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
+    """Return the first values of a matrix, with other ones in some of its inner rows."""
+    dtype = getattr(torch, spec.dtype)
+    values = gradient("crafted", spec.shape, dtype, world=size, rank=0, step=START, param=index)
+    generator = torch.Generator().manual_seed(1_009 * source.number + index)
+    rows, columns = spec.shape
+    inner = 2 + torch.randperm(rows - 4, generator=generator)[: max(rows // 3, 1)]
+    pairs = columns // 2
+    more = 1 + (torch.randint(8, (len(inner), pairs), generator=generator) + source.rank) % 8
+    more = more.to(dtype) * size / 16
+    values[inner[:, None], 2 * torch.arange(pairs)] += more
+    values[inner[:, None], 2 * torch.arange(pairs) + 1] -= more
+    return values
+
+
 def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
     """Return the values of a source."""
     dtype = getattr(torch, spec.dtype)
@@ -133,6 +152,8 @@ def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tenso
         return _integers(spec, source.number, index)
     if source.kind.startswith(NEAR_KIND):
         return _near(source, spec, size, index)
+    if source.kind == ROWS_KIND:
+        return _rows(source, spec, size, index)
     kind = "normal" if source.kind == "limit" else source.kind
     made = gradient(
         kind,

@@ -19,7 +19,7 @@ class Averager:
     def __init__(self, period=4, warmup_steps=10, process_group=None):
         self.period = period
         self.warmup_steps = warmup_steps
-        self.group = process_group
+        self.group = process_group if process_group is not None else dist.group.WORLD
         self.step = 0
 
     def average_parameters(self, params):

@@ -403,7 +403,7 @@ class Averages:
     def __init__(self, period: int = 4, warmup_steps: int = 10, process_group: Any = None) -> None:
         self.period = period
         self.warmup_steps = warmup_steps
-        self.group = process_group
+        self.group = process_group if process_group is not None else dist.group.WORLD
         self.step = 0
 
     def average_parameters(self, params: Any) -> None:

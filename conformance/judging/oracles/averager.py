@@ -130,6 +130,14 @@ def require_same_gradients(run: Run, found: Found) -> None:
         names = ", ".join(f"p{index}" for index in event.get("grads_changed", ["?"]))
         actual = f"rank {rank}, step {step}: grads of {names} changed"
         found.require(not names, "the same grads as before", actual)
+        names = ", ".join(f"p{index}" for index in event.get("grads_moved", ["?"]))
+        found.require(
+            not names,
+            "grads in the memory that they had before",
+            f"rank {rank}, step {step}: grads of {names} have other memory",
+            "p.grad is another tensor: views of DDP's buckets, or of a flat buffer, and the "
+            "optimizer's hold the old one; write into it",
+        )
 
 
 def require_quiet(run: Run, claims: Claims, found: Found) -> None:

@@ -273,6 +273,13 @@ def require_restored(run: Run, found: Found) -> None:
                 f"{', '.join(f'p{index}' for index in others)}",
                 "the evaluation without gradients is not undone: use torch.no_grad()",
             )
+            swallowed = event.get("swallowed")
+            found.require(
+                not swallowed,
+                "the exception that ends an evaluation inside applied(), outside of it",
+                f"rank {rank.rank}, step {event['step']}: the exception is gone ({swallowed})",
+                "__exit__ returns a value that is true, or a return in a finally block",
+            )
             found.require(
                 event["same_state"],
                 "the same state_dict() within applied() as before it",

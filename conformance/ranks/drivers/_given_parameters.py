@@ -102,8 +102,9 @@ def _in_form(variant: str, step: int, params: Parameters) -> Iterable[Any]:
     forms: list[Callable[[], Iterable[Any]]] = [
         lambda: list(params),
         lambda: iter(params),
-        # A schedule may let a group rest for a while.
+        # A schedule may let a group rest for a while. One is empty if its parameters are frozen.
         lambda: [
+            {"params": [], "lr": 0.1, "initial_lr": 0.2},
             {"params": first, "lr": 0.1, "initial_lr": 0.2},
             {"params": rest, "lr": 0.0, "initial_lr": 0.2},
         ],

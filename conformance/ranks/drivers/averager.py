@@ -22,6 +22,7 @@ from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import Probe
+from conformance.scenarios.averager import PLAIN
 from conformance.scenarios.averager_loops import is_grad_mode_off, overflow
 from conformance.scenarios.averager_training import (
     ADDED,
@@ -171,7 +172,7 @@ class AveragerDriver(RankDriver):
         trainee.averager = self.make(
             params=trainee.take_params,
             averager=lambda: None,
-            process_group=lambda: group,
+            process_group=lambda: group if self._names_group else None,
             rank=lambda: trainee.place,
             world_size=lambda: len(ranks),
         )
@@ -182,6 +183,14 @@ class AveragerDriver(RankDriver):
             )
         trainee.kept = _copies(trainee.params)
         return trainee
+
+    @property
+    def _names_group(self) -> bool:
+        """Whether the group is an argument. Left out, it is to be WORLD.
+
+        Where None is the default, the usual call has no group.
+        """
+        return self.scenario.name != PLAIN.name or not self.target().has_none_for("process_group")
 
     @property
     def params(self) -> Parameters:
@@ -196,6 +205,7 @@ class AveragerDriver(RankDriver):
             self.trainee.was_loaded = False
         self._prepare(step, sets_values=kind != HELD)
         grads = self._gradient_digests()
+        memories = self._memories_of_gradients()
         strides = [p.stride() for p in self.params]
         storages = [p.data_ptr() for p in self.params]
         with self.inside("average_parameters"):
@@ -206,6 +216,9 @@ class AveragerDriver(RankDriver):
             "averaged",
             grads_changed=[
                 i for i, bits in enumerate(self._gradient_digests()) if bits != grads[i]
+            ],
+            grads_moved=[
+                i for i, now in enumerate(self._memories_of_gradients()) if now != memories[i]
             ],
             strides_changed=[i for i, p in enumerate(self.params) if p.stride() != strides[i]],
             moved=[i for i, p in enumerate(self.params) if p.data_ptr() != storages[i]],
@@ -302,6 +315,9 @@ class AveragerDriver(RankDriver):
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
+    def _memories_of_gradients(self) -> list[int | None]:
+        return [None if p.grad is None else p.grad.data_ptr() for p in self.params]
+
     def _keep_evaluated(
         self,
         end: type[BaseException] | None,
@@ -326,6 +342,7 @@ class AveragerDriver(RankDriver):
         gradients = self._gradients()
         state = self._state_of_averager()
         same_state = True
+        is_swallowed = False
         activity = self.activity
         try:
             params = self._first_given() if given is None else given
@@ -338,8 +355,10 @@ class AveragerDriver(RankDriver):
                 if nests:
                     self._nest(applied)
                 if end:
+                    is_swallowed = True
                     raise end("this evaluation failed")
         except (_EvaluationError, _Interrupted, _Cancelled, _Exits):
+            is_swallowed = False
             self.activity = activity
         except Exception as error:
             if has_begun:
@@ -356,6 +375,7 @@ class AveragerDriver(RankDriver):
         self.recorder.event(
             "evaluated",
             failed=bool(end),
+            swallowed=end.__name__.strip("_") if end and is_swallowed else "",
             nests=nests,
             changed=self._changed_from(before),
             changed_gradients=[index for index, (now, kept) in pairs if now != kept],

@@ -17,7 +17,9 @@ from conformance.scenarios.averager import (
 from conformance.scenarios.averager_loops import (
     CLOSE,
     OVERFLOWS,
+    ROWS,
     averages_alone,
+    averages_of,
     freezes_any,
     idle,
 )
@@ -39,6 +41,7 @@ from conformance.scenarios.averager_training import (
     TWO,
     TWO_GROUPS,
     large_halves,
+    large_halves_first,
     many_params,
     on_one_group,
     on_two_groups,
@@ -127,7 +130,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     match scenario.name:
         case LARGE.name:
             # A parameter of 2**20 to 2**21 elements is the largest.
-            scenario = replace(scenario, params=many_params(draw, 2**20))
+            params = (*large_halves_first(draw), *many_params(draw, 2**20))
+            scenario = replace(scenario, params=params)
             steps = lengthened(scenario.steps, schedule, averages=scenario.steps, alone=True)
             return replace(scenario, steps=steps)
         case SPECIAL.name:
@@ -143,6 +147,11 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             scenario = replace(scenario, params=params, size=first + 3, nodes=(first, 3))
             scenario = _with_claimed_ranks(scenario, options)
             return replace(scenario, steps=lengthened(scenario.steps, schedule, alone=True))
+        case ROWS.name:
+            kinds = scenario.steps
+            dues = averages_of(schedule, len(kinds))
+            steps = lengthened(kinds, schedule, averages=kinds, alone=True, also=dues)
+            return replace(scenario, steps=steps)
         case OVERFLOWS.name | CLOSE.name:
             return averages_alone(scenario, schedule)
         case IDLE.name:
