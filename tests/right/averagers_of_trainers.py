@@ -12,7 +12,7 @@ class RunningMean:
     def __init__(self, period, warmup_steps=0, process_group=None):
         self.period = period
         self.warmup_steps = warmup_steps
-        self.group = process_group
+        self.group = process_group if process_group is not None else dist.group.WORLD
         self.step = torch.zeros((), dtype=torch.int64)  # counted in place, as Adam's
 
     @torch.no_grad()

@@ -6,8 +6,10 @@ the sum is off by at most the sum of the b(x_i).
 
 Roundings. Under rounded(...) the sum may be computed in the narrow dtype, as a collective of that
 dtype computes it: each of W roundings is off by at most u times the sum of all |x_i|, with u the
-relative error of one rounding. Under the other claims the sum is computed in float32, or in the
-dtype of the messages if that is narrower: W eps times the sum of all |x_i|.
+relative error of one rounding, and in float16 by 2**-25 more, since its subnormal numbers are
+coarse. An average may be rounded once more after its division. Under the other claims the sum is
+computed in float32, or in the dtype of the messages if that is narrower: W eps times the sum of all
+|x_i|.
 
 A subject with the claim feedback makes up for roundings to the narrow dtype, those of the sum too:
 the mean of many calls may be off by roundings of the messages' own dtype alone.
@@ -42,6 +44,8 @@ from conformance.judging.oracles.collective_bounds import LARGEST
 
 # Relative errors of one rounding, or of cutting off the lower half of a float32.
 _UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-7}
+# Half of the smallest subnormal number; that of bfloat16 is negligible.
+_HALF_OF_SMALLEST = {"float16": 2.0**-25}
 _HALF_OF_RANGE = {"float16": 32752.0}
 
 _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -84,7 +88,8 @@ def allowed_sum(
     # An infinity may arrive as the largest number, which is rounded in a sum as others are.
     as_finite = sum((_finite_end(part).abs() for part in parts), torch.zeros_like(exact))
     of_messages = sum((part.bound for part in parts), torch.zeros_like(exact))
-    more = count * unit * as_finite
+    roundings = count * (2 if operation == "average" else 1)
+    more = count * unit * as_finite + roundings * _HALF_OF_SMALLEST.get(narrow, 0.0)
     if second_bound is not None:
         more = more + second_bound(as_finite + of_messages)
     low = _combined([part.low for part in parts], operation) - more
