@@ -98,8 +98,9 @@ def auto_quantize(
             ``all_reduce``.
         qtype: the quantization of the values.
         quant_loss: received values are divided by this factor; None is 1.
-        error_feedback: keep the rounding error, and add it to the input of the next call. All calls
-            then need tensors of the same shapes. The given tensors are not changed.
+        error_feedback: keep the rounding error, and add it to the input of the next call on the
+            same group. All calls on a group then need tensors of the same shapes. The given tensors
+            are not changed.
 
     Returns:
         A function with the arguments of ``func``. With ``async_op=True`` its result has a
@@ -176,16 +177,22 @@ class _Wire:
         self.qtype = qtype
         self.loss = loss
         self.feedback = feedback
-        self.errors: dict[str, list[torch.Tensor]] = {}
+        self.errors: dict[tuple[dist.ProcessGroup | None, str], list[torch.Tensor]] = {}
 
-    def encode(self, tensors: Sequence[torch.Tensor], stage: str = "") -> list[torch.Tensor]:
-        """Return the encodings of tensors; each stage of a collective keeps its own errors."""
+    def encode(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        stage: str = "messages",
+    ) -> list[torch.Tensor]:
+        """Return the encodings of tensors; each group and stage of a collective has its errors."""
         _require_floating_point(tensors)
         if not self.feedback:
             return [quantize(tensor, self.qtype) for tensor in tensors]
-        if stage not in self.errors:
-            self.errors[stage] = [torch.zeros_like(one, dtype=torch.float32) for one in tensors]
-        errors = self.errors[stage]
+        key = dist.group.WORLD if group is None else group, stage
+        if key not in self.errors:
+            self.errors[key] = [torch.zeros_like(one, dtype=torch.float32) for one in tensors]
+        errors = self.errors[key]
         if [error.shape for error in errors] != [tensor.shape for tensor in tensors]:
             raise ValueError(
                 f"error_feedback: shapes {[tuple(tensor.shape) for tensor in tensors]} "
@@ -254,7 +261,7 @@ def _all_gather(
 ) -> Arriving | None:
     received = [wire.room(into) for into in tensor_list]
     return wire.begin(
-        dist.all_gather(received, wire.encode([tensor])[0], group, async_op=True),
+        dist.all_gather(received, wire.encode([tensor], group)[0], group, async_op=True),
         received,
         tensor_list,
         async_op,
@@ -268,7 +275,7 @@ def _all_to_all(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Arriving | None:
-    sent = wire.encode(input_tensor_list)
+    sent = wire.encode(input_tensor_list, group)
     sizes = [wire.size(into) for into in output_tensor_list]
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=output_tensor_list[0].device)
     work = dist.all_to_all_single(
@@ -306,7 +313,7 @@ def _scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Arriving | None:
-    sent = wire.encode(scatter_list) if scatter_list else None
+    sent = wire.encode(scatter_list, group) if scatter_list else None
     received = wire.room(tensor)
     if group_src is not None:
         # dist.scatter itself takes group_src from torch 2.6 on.
@@ -374,24 +381,25 @@ def _all_reduce(
 ) -> Arriving | None:
     """Sum a part of the tensor on each rank, and gather the sums; both are quantized.
 
+    An average is divided before it is gathered: it may be in the range of FP16 if the sum is not.
     The sums are gathered by a second collective. It begins in the call and not in ``wait``, since
     ranks may wait for several calls in different orders, and all ranks of a group have to begin its
     collectives in the same order. So a call on CPU returns once all ranks have made it.
     """
-    divisor = wire.loss * _divisor(op, group)
+    divisor = _divisor(op, group)
     size = dist.get_world_size(group)
     flat = tensor.detach().reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
     parts = list(padded.view(size, -1))
     received, work = _exchange(wire, parts, parts[0], group)
     work.wait()
-    total = wire.sum_of(received, parts[0])
-    (code,) = wire.encode([total], "sum")
+    total = wire.sum_of(received, parts[0]).div_(divisor)
+    (code,) = wire.encode([total], group, "sums" if divisor == 1 else "averages")
     codes = [torch.empty_like(code) for _ in range(size)]
 
     def decode() -> None:
         sums = [dequantize(one, wire.qtype, total) for one in codes]
-        tensor.copy_(torch.cat(sums)[: len(flat)].div_(divisor).view(tensor.shape))
+        tensor.copy_(torch.cat(sums)[: len(flat)].div_(wire.loss).view(tensor.shape))
 
     return _begun(dist.all_gather(codes, code, group, async_op=True), decode, async_op)
 
@@ -403,7 +411,7 @@ def _exchange(
     group: dist.ProcessGroup | None,
 ) -> tuple[Sequence[torch.Tensor], dist.Work]:
     """Send a part to each rank, and return the codes that arrive once the work is complete."""
-    sent = wire.encode(parts)
+    sent = wire.encode(parts, group)
     sizes = [wire.size(like)] * len(parts)
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=like.device)
     work = dist.all_to_all_single(received, torch.cat(sent), sizes, sizes, group, async_op=True)

@@ -39,7 +39,7 @@ ROWS_KIND = "rows"
 ROWS = replace(
     PLAIN,
     name="averager_rows",
-    summary="matrices of which drawn rows alone move, neither the first two nor the last two, and "
+    summary="matrices in which drawn rows alone move, neither the first two nor the last two, and "
     "whose rows keep their sums; between two of these steps nothing moves",
     params=(Param((40, 6)), Param((25, 8)), Param((5, 3))),
     steps=(ROWS_KIND, ROWS_KIND, HELD, ROWS_KIND),

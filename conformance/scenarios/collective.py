@@ -67,13 +67,12 @@ OF_INTEGERS = tuple(form + _OF_INTEGERS for form in OPERATIONS if form != "avera
 INTEGERS = "integers"
 
 # The forms of the calls of CALLED, one for each parameter in order. All collectives have the first
-# three forms.
-_FORMS_OF_ALL = ("positional", "keywords", INTEGERS)
+# two forms, and the last.
 CALLS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(COLLECTIVES, _FORMS_OF_ALL),
-    "all_to_all_single": (*_FORMS_OF_ALL, "splits", "positional_splits"),
-    "scatter": (*_FORMS_OF_ALL, "group_src"),
-    **dict.fromkeys(SUMMING, (*_FORMS_OF_ALL, *OPERATIONS, *OF_INTEGERS)),
+    **dict.fromkeys(COLLECTIVES, ("positional", "keywords", INTEGERS)),
+    "all_to_all_single": ("positional", "keywords", "splits", "positional_splits", INTEGERS),
+    "scatter": ("positional", "keywords", "group_src", INTEGERS),
+    **dict.fromkeys(SUMMING, ("positional", "keywords", *OPERATIONS, *OF_INTEGERS, INTEGERS)),
 }
 
 # The second message has 660 elements: more than five blocks of 128, the last one incomplete.

@@ -130,6 +130,39 @@ def sums(
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
+def averages_near_the_range(process_group: Any, rank: int, world_size: int) -> Case:
+    """An average is within the range of FP16 though the sum is not."""
+    collective = hooks_ref.auto_quantize(dist.all_reduce, hooks_ref.DQuantType.FP16)
+
+    def check() -> None:
+        got = torch.full((300,), 40_000.0)
+        collective(got, dist.ReduceOp.AVG)
+        assert got.eq(40_000).all()
+
+    return Case(None, hooks_ref.noop_hook, after_backward=check)
+
+
+def fed_back_by_group(process_group: Any, rank: int, world_size: int) -> Case:
+    """What a call on one group has lost is made up for on that group."""
+    collective = hooks_ref.auto_quantize(
+        dist.all_gather, hooks_ref.DQuantType.INT8, error_feedback=True
+    )
+    groups = [dist.new_group(range(world_size)) for _ in range(2)]
+
+    def check() -> None:
+        for group, sign in zip(groups * 50, (1, -1) * 50, strict=True):
+            # The second element is below half of a level of the first.
+            mine = torch.tensor([1.0, 0.003 * sign])
+            got = [torch.empty(2) for _ in range(world_size)]
+            collective(got, mine, group=group)
+            sums[group] = sums.get(group, 0.0) + float(got[0][1])
+        # Off by one level at most.
+        assert list(sums.values()) == pytest.approx([0.15, -0.15], abs=1 / 127)
+
+    sums: dict[Any, float] = {}
+    return Case(None, hooks_ref.noop_hook, after_backward=check)
+
+
 def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> Case:
     """The received values sum to the inputs, up to one step's rounding; inputs do not change."""
     collective = hooks_ref.auto_quantize(

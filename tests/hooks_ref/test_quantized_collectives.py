@@ -74,6 +74,14 @@ def test_errors_are_fed_back(pool: Pool, kind: str) -> None:
     run(pool, "fed_back", 2, qtype=kind)
 
 
+def test_errors_belong_to_a_group(pool: Pool) -> None:
+    run(pool, "fed_back_by_group", 2)
+
+
+def test_averages_may_be_near_the_end_of_the_range(pool: Pool) -> None:
+    run(pool, "averages_near_the_range", 2)
+
+
 @pytest.mark.parametrize("kind", hooks_ref.DQuantType)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_round_trip(kind: hooks_ref.DQuantType, scale: float) -> None:

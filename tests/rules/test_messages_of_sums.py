@@ -32,7 +32,7 @@ def test_wrong_sums_are_described() -> None:
             )
         ),
         """\
-Expected: from -32.078125 to -31.921875 (exact: -32)
+Expected: from -32.0781251 to -31.9218749 (exact: -32)
 Actual: rank 0, step 0, p0, the reduced output, index 0: -16.0390625 (14 of 15 elements
     differ)
 Likely cause: it is divided by the number of ranks
@@ -42,8 +42,8 @@ Actual: rank 0, step 1, p0, the reduced output, index 0: 99.053274 (15 of 15 ele
 Expected: nan (exact: nan)
 Actual: rank 0, step 0, p0, the reduced output, index 0: 0 (3 of 30 elements differ)
 Likely cause: NaN is lost
-Expected: from 25.9746094 to 26.0253906 (exact: 26)
-Actual: rank 0, step 0, p2, call form 'average', the reduced output, index 0: 103.898438
+Expected: from 25.9746093 to 26.0253907 (exact: 26)
+Actual: rank 0, step 0, p2, call form 'average', the reduced output, index 0: 103.898437
     (12 of 12 elements differ)
 Likely cause: not the result of op=AVG: another operation, group or divisor, a lost sign,
     or a coarser rounding
@@ -54,8 +54,8 @@ Actual: rank 0, step 0, p9, call form 'maximum_of_integers', the reduced output,
     63424.748 (12 of 12 elements differ)
 Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
     or a coarser rounding
-Expected: from 3.98828125 to 4.01171875 (exact: 4)
-Actual: rank 0, step 0, p3, call form 'maximum', the reduced output, index 0: -5.01171875
+Expected: from 3.98828119 to 4.01171881 (exact: 4)
+Actual: rank 0, step 0, p3, call form 'maximum', the reduced output, index 0: -5.01171881
     (12 of 12 elements differ)
 Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
     or a coarser rounding
@@ -66,8 +66,8 @@ Actual: rank 0, step 0, p9, call form 'maximum_of_integers', the reduced output,
     63424.748 (12 of 12 elements differ)
 Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
     or a coarser rounding
-Expected: from -32.078125 to -31.921875 (exact: -32)
-Actual: rank 0, step 0, p0, the reduced output, index 0: -41.078125 (15 of 15 elements
+Expected: from -32.0781251 to -31.9218749 (exact: -32)
+Actual: rank 0, step 0, p0, the reduced output, index 0: -41.0781251 (15 of 15 elements
     differ)
 Likely cause: the group is ignored""",
     )
