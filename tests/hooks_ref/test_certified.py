@@ -96,8 +96,17 @@ LOSSLESS = [
     Case("hooks_ref:compression_hook", state=f"examples.states:{name}")
     for name in ("everything", "everything_at_random")
 ]
+# Feedback to the roundings of a sum, of messages in other dtypes than the claimed one.
+FED_BACK = [
+    Case(f"hooks_ref:auto_quantize,{options},error_feedback=True", worlds=(2, 3), kind="collective")
+    for options in (
+        *("func=all_reduce,qtype=FP16", "func=all_reduce,qtype=BFP16"),
+        "func=reduce_scatter,qtype=FP16",
+    )
+]
 CASES = [
     *OURS,
+    *FED_BACK,
     *(replace(case, worlds=(1, 3)) for case in TORCHS[:2]),
     *(replace(case, worlds=(1, 2), rules=of_sections(*ARITHMETIC)) for case in TORCHS[2:5]),
     replace(TORCHS[5], worlds=(1, 2), rules=of_sections(*OBJECTS)),

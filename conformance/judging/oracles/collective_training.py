@@ -175,7 +175,10 @@ def _promises_of_sums(
     kept: dict[Pair, torch.Tensor] = {}
     kept_of_sum: torch.Tensor | float = 0.0
     is_sent = scenario.options[0] == "all_reduce"
-    unit = unit_of(claims.options["rounded"]["name"] if claims.has("rounded") else "")
+    dtype = getattr(torch, scenario.params[index].dtype)
+    narrow = claims.options["rounded"]["name"] if claims.has("rounded") else ""
+    # The sum is rounded to the dtype of the messages, too.
+    unit = max(unit_of(narrow), torch.finfo(dtype).eps)
     for step in steps:
         of_messages: dict[Pair, Promise] = {}
         for source, _ in pairs:
