@@ -54,7 +54,8 @@ def _require_raised_by_collective(run: Run, claims: Claims, found: Found) -> Non
     faults = list(run.ranks[1].all("fault"))
     if run.scenario.fault.succeeding and faults and all(fault["unused"] for fault in faults):
         # The run in which the first collective raises decides whether there is any.
-        found.leaves_out(f"{run.name}: the collective that was to raise came in none of the steps")
+        reason = f"{run.name}: the collective that was to raise came in none of the steps"
+        (found.does_not_apply if claims.lossy == LOCAL else found.leaves_out)(reason)
         return
     place = max((fault.get("place", 1) for fault in faults), default=0)
     event = f"collective {place} of its step" if place > 1 else "its collective"
@@ -149,7 +150,7 @@ def _require_raised_by_each_model(run: Run, claims: Claims, found: Found) -> Non
     """Require the error of the collective that has failed in each of several models."""
     faults = [(rank.rank, fault) for rank in run.ranks for fault in rank.all("fault")]
     if claims.lossy == LOCAL and all(fault["unused"] for _, fault in faults):
-        found.leaves_out(f"{run.name}: under local ranks took part in no collective of these steps")
+        found.does_not_apply("under local ranks took part in no collective of these steps")
         return
     for rank, fault in faults:
         if fault["unused"]:
