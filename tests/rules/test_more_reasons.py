@@ -220,7 +220,7 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "12.5",
             of_fault(made_run, EACH_FAILS, **NONE_YET),
             "local",
-            "values@2: under local ranks took part in no collective of these steps",
+            "under local ranks took part in no collective of these steps",
         ),
         (
             "12.5",
