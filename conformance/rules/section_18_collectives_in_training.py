@@ -323,7 +323,7 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
     if run.scenario.variant != ALSO_OUTSIDE:
         return
     if claims.has("feedback"):
-        cause = "a call outside of the group changes the error that is kept for the next call"
+        cause = "an error is lost: by calls on this group, or by those outside of it between them"
         require_nothing_lost(run, claims, found, cause)
     else:
         require_calls(run, claims, found)

@@ -67,8 +67,13 @@ _MODES = (
     "float32 matmul precision",
     "flush denormals",
 )
-# Lines of /proc/self/status: masks of signals, the umask, privileges and huge pages.
-_OF_STATUS = ("SigBlk", "SigIgn", "SigCgt", "Umask", "NoNewPrivs", "THP_enabled", "Seccomp")
+# Lines of /proc/self/status: the umask, privileges and huge pages; and masks of signals.
+_OF_STATUS = ("Umask", "NoNewPrivs", "THP_enabled", "Seccomp")
+_MASKS = {
+    "SigBlk": "blocked signals",
+    "SigIgn": "ignored signals",
+    "SigCgt": "signals with a handler",
+}
 
 
 def settings() -> dict[str, Setting]:
@@ -257,6 +262,15 @@ def _status() -> Iterator[tuple[str, str]]:
             name, _, value = line.partition(":")
             if name in _OF_STATUS:
                 yield name, value.strip()
+            elif name in _MASKS:
+                yield _MASKS[name], _names_of_signals(int(value, 16)) or "none"
+
+
+def _names_of_signals(mask: int) -> str:
+    """Return the names of the signals in a mask of the kernel's, whose first bit is signal 1."""
+    names = {int(one): one.name for one in signal.Signals}
+    numbers = (bit + 1 for bit in range(mask.bit_length()) if mask >> bit & 1)
+    return " ".join(names.get(number, str(number)) for number in numbers)
 
 
 def _scheduling() -> dict[str, str]:
