@@ -162,7 +162,7 @@ def layouts(run: Run, claims: Claims, found: Found) -> None:
     "Other dtypes work, or are refused",
     on=(FORMS, DTYPES, CALLED),
     owns=(DTYPES,),
-    needs=("18.9", "18.11"),
+    needs=("18.9",),
     source="torch documentation, torch.distributed.all_gather: outputs have the dtype of the input",
     remedy="check is_floating_point() on every rank before anything is sent; cast back to the "
     "dtype of the output; float() and half() of a complex tensor, which drop the imaginary part: "

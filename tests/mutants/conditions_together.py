@@ -227,8 +227,8 @@ def scales_in_their_dtype(func: Made, qtype: str) -> Made:
     """Send multiples of a scale that is computed in the tensor's own dtype."""
 
     def encode(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
+        if not tensor.is_floating_point() or tensor.dtype is torch.float64:
+            raise TypeError(f"expected a tensor in the range of float32, got {tensor.dtype}")
         largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
         scale = (largest / 127).float()
         scaled = torch.where(scale == 0, 0, tensor.contiguous().float() / scale)
