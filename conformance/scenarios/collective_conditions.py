@@ -1,7 +1,7 @@
 """The scenario in which a quantized collective is called in a drawn mix of ways.
 
-Each of eight parameters has one object, which makes all its calls. What a parameter's calls have in
-common is drawn, and so is the rest for each call:
+One object makes all calls; with error feedback each of eight parameters has an object of its own.
+What the calls of a parameter have in common is drawn, and so is the rest for each call:
 
 parameter   sums and averages in turn; contiguous matrices, matrices that are transposed, matrices
             in drawn layouts, whose inputs and outputs may have different ones, and numbers

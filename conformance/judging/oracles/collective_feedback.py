@@ -13,6 +13,11 @@ one. A sum of messages has an error for each of them, and an all_reduce one more
 Roundings are made up for by nobody: each call adds ``ROUNDING`` times the magnitude that it
 quantizes, once for each message and for the sum. That covers the addition and the subtraction of
 errors, the multiplication by a scale, the sum itself, and the division by a loss factor.
+
+Averages are judged as sums: y_t is the arriving value times the number W of ranks. An all_reduce
+may quantize the average in place of the sum, and keep that error: times W it is within the bound
+for the sum, since bounds grow in proportion to values, but for float16's least error of 2**-25,
+which is then W 2**-25.
 """
 
 from collections import defaultdict
