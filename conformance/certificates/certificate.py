@@ -87,7 +87,9 @@ def conclude(
     golden = golden_list(kind, header.get("profile", {}).get("device", "cpu"))
     reasons = [*interrupted, *_missing(judgements, worlds, golden)]
     coverage = header.get("coverage", {})
-    if coverage.get("required") and not coverage["measured"]:
+    if coverage.get("required") and (
+        not coverage["measured"] or coverage.get("function_not_measured")
+    ):
         reasons.append(f"--require-coverage: {coverage_line(coverage)}")
     if reasons:
         return Conclusion(NOT_CERTIFIED, "not certified", reasons)
@@ -196,9 +198,11 @@ def coverage_line(coverage: Mapping[str, Any]) -> str:
         f"{never_called} function{'' if never_called == 1 else 's'}",
     ]
     in_files = f"of the subject's own code ({files} file{'' if files == 1 else 's'})"
+    missing = coverage.get("function_not_measured")
+    but = f", but its function was not measured: {missing}" if missing else ""
     if not untaken and not never_called:
-        return f"every branch {in_files} ran"
-    return f"no run reached {' and '.join(parts)} {in_files}"
+        return f"every branch {in_files} ran{but}"
+    return f"no run reached {' and '.join(parts)} {in_files}{but}"
 
 
 def uncovered_lines(coverage: Mapping[str, Any]) -> list[str]:

@@ -321,10 +321,11 @@ def _coverage(certificate: CertificateFile) -> Iterator[str]:
             if not 0 <= file[part] <= file[whole]:
                 yield f"{_ITSELF} {file['file']} has {file[part]} {part} of {file[whole]} {whole}"
     names = {file["file"] for file in coverage["files"]}
-    for one in (*coverage["untaken"], *coverage["never_called"]):
+    missing = (*coverage["untaken"], *coverage["never_called"])
+    for one in missing:
         if one["file"] not in names:
             yield f"{_ITSELF} its coverage names {one['file']}, which is not among its files"
-    if coverage.get("required") and (coverage["untaken"] or coverage["never_called"]):
+    if coverage.get("required") and (missing or coverage.get("function_not_measured")):
         yield f"{_ITSELF} it requires coverage, but {coverage_line(coverage)}"
     maker = KINDS[certificate.kind].probes
     probe_rule = certificate.rules.get(maker.rule) if maker else None

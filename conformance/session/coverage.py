@@ -25,7 +25,8 @@ class Measured:
 
     Attributes:
         coverage: what no run took; None if it was not measured.
-        reason: why it was not measured, or an empty text.
+        reason: why it was not measured, or an empty text. With a coverage, why that is of other
+            code of the subject's alone, and not of its function's own file.
     """
 
     coverage: Coverage | None
@@ -50,8 +51,8 @@ def measure(runs: Iterable[Run]) -> Measured:
     records = [rank.coverage for run in runs for rank in run.ranks if rank.coverage]
     if not records:
         return Measured(None, NOT_NOTED)
-    if all(record["reason"] for record in records):
-        return Measured(None, str(records[0]["reason"]))
+    unmeasured = all(record["reason"] for record in records)
+    reason = str(records[0]["reason"]) if unmeasured else ""
     sources = []
     for path, merged in merge(records).items():
         try:
@@ -64,9 +65,11 @@ def measure(runs: Iterable[Run]) -> Measured:
         at_import = frozenset(merged.at_import)
         sources.append(SourceFile(merged.module, path, merged.sha256, source, ran, at_import))
     try:
-        return Measured(analyse(sources))
+        coverage = analyse(sources)
     except (SyntaxError, ValueError, RecursionError) as error:
         return Measured(None, f"a source cannot be parsed: {error}")
+    # A subject from elsewhere may have a state, a claim or a factory of the user's own.
+    return Measured(coverage if coverage.files or not reason else None, reason)
 
 
 def entry(measured: Measured, tried: Tried, *, required: bool) -> dict[str, Any]:
@@ -83,6 +86,7 @@ def entry(measured: Measured, tried: Tried, *, required: bool) -> dict[str, Any]
     return {
         "measured": True,
         "required": required,
+        **({"function_not_measured": measured.reason} if measured.reason else {}),
         "files": [
             {
                 "file": file.file.name,

@@ -37,6 +37,7 @@ def coverage(required: bool, *, untaken: bool = True, measured: bool = True) -> 
         (coverage(True, untaken=False), CERTIFIED),
         (coverage(False, measured=False), CERTIFIED),
         (coverage(True, measured=False), NOT_CERTIFIED),
+        (coverage(True, untaken=False) | {"function_not_measured": "of torch"}, NOT_CERTIFIED),
     ],
 )
 def test_required_coverage_decides(
@@ -59,6 +60,10 @@ def test_lines() -> None:
         "every branch of the subject's own code (1 file) ran"
     )
     assert coverage_line(coverage(False, measured=False)) == "coverage was not measured: no source"
+    assert coverage_line(given | {"function_not_measured": "it is torch's"}) == (
+        "no run reached 1 branch and 0 functions of the subject's own code (1 file), but its "
+        "function was not measured: it is torch's"
+    )
 
 
 def test_runs_without_marks_are_not_measured() -> None:

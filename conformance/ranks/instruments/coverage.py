@@ -66,9 +66,10 @@ class Coverage:
 
     def install(self) -> None:
         """Have modules of the subject marked when they are imported from now on."""
-        names = {name.partition(".")[0] for name in _modules(self._spec)}
-        if "hooks_ref" in names:
-            # The host has imported the references, without marks.
+        references = sys.modules.get("hooks_ref")
+        if references and _top_folder(str(references.__file__)) in self._roots:
+            # The host has imported the references, without marks. They are the subject's own if it
+            # names them, or if its module takes the subject's function from them.
             forget_package("hooks_ref")
         sys.meta_path.insert(0, _Finder(self))
 

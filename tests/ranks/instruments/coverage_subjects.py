@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hooks_ref import allreduce_hook as passed_on  # noqa: F401
+
 Bucket = dist.GradBucket
 Result = torch.futures.Future[torch.Tensor]
 
@@ -81,3 +83,7 @@ _space: dict[str, Any] = {"average": _average}
 exec("def executed(state, bucket):\n    return average(bucket)\n", _space)
 executed = _space["executed"]
 builtin = max
+
+
+def no_state() -> None:
+    """Make the state of a hook from elsewhere."""

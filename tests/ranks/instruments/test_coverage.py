@@ -44,7 +44,6 @@ def test_the_subject_runs_as_without_marks(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("hook", "reason"),
     [
-        (f"{HERE}:executed", "no source file"),
         (f"{HERE}:builtin", "no function of Python"),
         (
             "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
@@ -56,6 +55,35 @@ def test_code_without_a_source_is_not_measured(pool: Pool, hook: str, reason: st
     measured = measure([noted(pool, hook)])
     assert measured.coverage is None
     assert reason in measured.reason
+
+
+def test_a_reference_that_a_module_passes_on_is_measured(pool: Pool) -> None:
+    """The host has imported the references before; the first rank notes where they lie."""
+    runs = [noted(pool, f"{HERE}:passed_on") for _ in range(2)]
+    measured = measure(runs)
+    assert measured.coverage is not None, measured.reason
+    assert not measured.reason
+    assert "hooks_ref/default_hooks.py" in [file.file.name for file in measured.coverage.files]
+
+
+@pytest.mark.parametrize(
+    ("hook", "state", "reason"),
+    [
+        (
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
+            f"{HERE}:no_state",
+            "is not its own",
+        ),
+        (f"{HERE}:executed", None, "no source file"),
+    ],
+)
+def test_other_code_is_measured_without_that_of_the_function(
+    pool: Pool, hook: str, state: str | None, reason: str
+) -> None:
+    measured = measure([try_hook(pool, NOTING, hook=hook, state=state)])
+    assert measured.coverage is not None
+    assert reason in measured.reason
+    assert [file.file.name for file in measured.coverage.files] == [f"{HERE.replace('.', '/')}.py"]
 
 
 @pytest.mark.parametrize("hook", ["partial", "Callable()", "Decorated()", "bound"])
