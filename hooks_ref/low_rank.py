@@ -11,7 +11,9 @@ same ``P Q^T``:
 
 A rank has ``M_r = 0`` and keeps its error if its gradient is all zeros: under
 ``find_unused_parameters`` DDP drops the result of a parameter that no rank has used, and the part
-of the error that was sent would go with it.
+of the error that was sent would go with it. In a square of several parameters ``P Q^T`` is not zero
+where ``M_r`` is zero on all ranks: the first allreduce has a flag for each parameter, and what no
+rank has used is taken from no error.
 
 So ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from
 step to step (``warm_start``). Vectors, scalars, complex parameters, and matrices whose factors
@@ -177,6 +179,10 @@ class _Matrix:
             error.
         q: the factor ``[m, k]``.
         p: the factor ``[n, k]``, from the first product on.
+        flags: of a square of several parameters with an error, for each of them whether this rank
+            has used it, and after the first allreduce the share of ranks that have;
+            ``[parameters]``.
+        sizes: the numbers of elements of these parameters.
     """
 
     key: Key
@@ -185,6 +191,8 @@ class _Matrix:
     error: torch.Tensor | None
     q: torch.Tensor
     p: torch.Tensor = field(init=False)
+    flags: torch.Tensor | None = None
+    sizes: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -343,9 +351,16 @@ def _as_square(
     if state.use_error_feedback:
         error = state.square_errors.of(keys, parts).add_(buffer)
     padded.copy_(buffer if error is None else error)
-    if error is not None:
-        clear_unused(padded.split([part.numel() for part in parts]), used(parts))
-    return [_Matrix(key, matrix, buffer, error, state.q(key, side, rank, buffer))], []
+    made = _Matrix(key, matrix, buffer, error, state.q(key, side, rank, buffer))
+    if error is None:
+        return [made], []
+    flags = used(parts)
+    made.sizes = [part.numel() for part in parts]
+    clear_unused(padded.split(made.sizes), flags)
+    if len(parts) == 1:
+        return [made], []  # zeros on all ranks give zeros
+    made.flags = flags.to(buffer.dtype)
+    return [made], [made.flags]
 
 
 def _first_allreduce(
@@ -414,6 +429,10 @@ def _write_results(
     _copy_parts(value_on_stream(arrived)[0], [matrix.q for matrix in matrices])
     for matrix in matrices:
         result = _product_in_place(matrix)
+        if matrix.flags is not None:
+            flags = matrix.flags != 0  # their mean over the ranks
+            for whole in (matrix.place, result.view(-1)):
+                clear_unused(whole.split(matrix.sizes), flags)
         # Values that are not finite are not remembered: an overflow must not spoil later steps.
         if matrix.error is not None:
             matrix.error.sub_(result.view(matrix.error.shape)).nan_to_num_(0, 0, 0)

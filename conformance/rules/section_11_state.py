@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
-from conformance.judging.oracles.feedback import require_all_delivered, require_near_estimates
+from conformance.judging.oracles.feedback import (
+    require_all_delivered,
+    require_near_estimates,
+    require_small_loss,
+)
 from conformance.judging.requirements import require_optimizer, require_same, require_steps
 from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.twins import is_shared, require_models_and_twins
@@ -10,6 +14,7 @@ from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.evidence import (
+    FEEDBACK_OVERFLOWN,
     FEEDBACK_RESCALED,
     FEEDBACK_RESTING,
     FEEDBACK_UNUSED,
@@ -245,9 +250,11 @@ def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
     """Under ``keeps_unused`` the gradients that DDP leaves sum to the means, although DDP drops the
     result of a parameter that no rank has used in a step.
 
-    In each of 10 to 14 steps no rank uses one of five parameters, another one each time. A hook
-    without the claim may send a part of its residual in such a step, which is lost: an expert of a
-    mixture loses it in most steps. The certificate names that limit.
+    In each step no rank uses one of five parameters, which rest in turn, for one to three steps;
+    others are used by one rank alone then. Each has a bucket of its own, or there are two or three
+    in a bucket, of which DDP drops the result of one. A hook without the claim may send a part of
+    its residual in such a step, which is lost: an expert of a mixture loses it in most steps. The
+    certificate names that limit.
     """
     if claims.lossy == DIFFERENCE:
         found.does_not_apply()
@@ -269,8 +276,8 @@ _DROPPED = (
 @rule(
     "11.6",
     "Holds back gradients in the units of the loss scale",
-    on=(FEEDBACK_RESCALED, FEEDBACK_RESTING),
-    owns=(FEEDBACK_RESCALED, FEEDBACK_RESTING),
+    on=(FEEDBACK_RESCALED, FEEDBACK_OVERFLOWN, FEEDBACK_RESTING),
+    owns=(FEEDBACK_RESCALED, FEEDBACK_OVERFLOWN, FEEDBACK_RESTING),
     claimed="holds_back",
     needs=("13.1", "11.5"),
     since="1.6",
@@ -286,6 +293,9 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
     twice, with two factors that make it up, as for a model that rests while another one trains
     under the same GradScaler. One parameter has 2**16 to 2**17 elements. If ``keeps_unused`` is
     claimed, too, the scale also changes in a run in which each parameter rests in turn, as in 11.5.
+    In another run the scale falls by 2**-7 or less after a step that overflows on one rank, as
+    GradScaler lets it. The hook may lose then what it held back: what it has sent of that since is
+    in the new units.
     Without a call no hook can know of the change: what it holds back is added to gradients of
     another scale. The certificate names that limit.
     """
@@ -300,6 +310,8 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply()
     elif claims.lossy == DIFFERENCE:
         require_near_estimates(run, claims, found, _OLD_UNITS)
+    elif run.scenario.name == FEEDBACK_OVERFLOWN.name:
+        require_small_loss(run, claims, found, _OLD_UNITS)
     else:
         require_all_delivered(run, claims, found, _OLD_UNITS)
 

@@ -55,9 +55,9 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     other step, and in the steps between, as ``delta`` is promised for each (``judging/oracles/
     long_run_silence.py``). Under ``unbiased`` the errors of all steps cancel out in six
     directions, and so do those of 96 steps in which gradients are 8 times as large as in the 60
-    steps before, or more; one parameter has 1 to 8 elements, and none is zero for good; under
-    ``local`` each result is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends
-    early or hangs fails this rule.
+    steps before, or more; one parameter has 1 to 8 elements, and none is zero for good; claimed
+    noise does not fade; under ``local`` each result is a weighted mean (see ``judging/oracles/
+    long_runs.py``). A run that ends early or hangs fails this rule.
 
     Unless results are lossy, one parameter's gradients are zero on all ranks for 150 to 350 steps,
     and then return. In a warm-up of two steps or more, before lossy results with feedback, one
@@ -78,7 +78,8 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     if claims.warmup and not long_runs.require_exact(exact, range(record.warm_up), found):
         return
     if claims.lossy == UNBIASED:
-        long_run_draws.require_unbiased(record, found)
+        if long_run_draws.require_unbiased(record, found) and claims.noise:
+            long_run_draws.require_lasting_noise(record, claims.noise, found)
     elif claims.lossy == LOCAL:
         long_run_weights.require_weights(record, found)
     elif claims.lossy == FEEDBACK:

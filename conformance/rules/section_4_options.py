@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 from conformance.judging.common_rules import AUTOCAST_OPERATIONS, DEFAULT_DTYPE
+from conformance.judging.oracles import lossy
 from conformance.judging.requirements import require_optimizer, require_steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -39,8 +40,14 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
     bfloat16 and float64 unless the subject is lossy. It holds too if parameters are frozen after
     DDP was made, for as long as no rank uses them, as networks are that train in turns; or the
     subject refuses such a model with an error on every rank.
+
+    Under ``unbiased`` ranks of groups leave out the same parameters in all draws, so that what
+    others of their bucket gain by that adds up. Claimed noise is added by all ranks of a group,
+    also by those that leave the parameter out.
     """
     require_steps(run, claims, found, run.steps("crafted"))
+    if claims.noise and run.scenario.name == UNUSED_GROUPS.name and not found.failures:
+        lossy.require_noise_of_all(run, claims, found)
     # A fused hook frees the gradients: the results of its futures are no evidence of those that
     # DDP left.
     if claims.fused:

@@ -177,9 +177,11 @@ def lone(run: Run, claims: Claims, found: Found) -> None:
     between them, and one of each other dtype. The elements beside it are right, and so is the next
     ordinary step.
 
-    Every size is as likely as its double. A lossy subject gets NaN at every fifth element of the
-    parameter, or in all elements of a small one, and its result has some element that is not
-    finite.
+    Every size is as likely as its double. The result of a lossy subject has some element that is
+    not finite. It gets NaN in several elements of a large parameter, at drawn places: 20 / delta of
+    them or more, up to a fifth of the parameter, of which a compressor that keeps its ``delta``
+    sends some. Under ``unbiased`` and ``local`` it is every fifth element. All elements of a small
+    parameter are NaN.
     """
     _require_special(run, claims, found, run.steps("nan", "inf"))
     if claims.lossy:

@@ -10,11 +10,15 @@ special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its
                 in a bucket of one element
 fails_large, dies_large
                 one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
-feedback_unused the order of 10 to 14 steps, and the sizes of the matrices
+feedback_unused 7 to 9 rests, each of one to three steps, two of them or more longer than one; the
+                sizes of the matrices; whether each has a bucket of its own
 feedback_rescaled
                 four loss scales of 2**0 to 2**16, each for three to six steps; the second is
                 lower than the first by 2**7 to 2**10, the third higher than the second by 2**3 or
                 more
+feedback_overflown
+                three to six steps, an overflow on one rank or on all, and six to nine steps at a
+                loss scale that is lower by 2**7 to 2**10
 fails_late      a small bucket; the failure happens in step 4 to 255, every step as likely as the
                 one of twice its number
 """
@@ -38,6 +42,8 @@ _LAST_LATE_FAILURE = 255
 
 # DDP closes a bucket at 64 bytes, so that each parameter has a bucket of its own.
 _CAP = 64 / 2**20
+# Of about 3 KiB each: two or three of them.
+_CAP_OF_SEVERAL = 6 / 2**10
 
 SPECIAL_LARGE = Scenario(
     name="special_large",
@@ -98,7 +104,7 @@ _MATRICES = (Param((24, 32)), Param((32, 24)), Param((28, 28)), Param((300,)), P
 FEEDBACK_UNUSED = Scenario(
     name="feedback_unused",
     summary="find_unused_parameters, for hooks that hold back parts of gradients: in each step no "
-    "rank uses one parameter of five",
+    "rank uses one parameter of five; it rests for up to three steps",
     params=_MATRICES,
     steps=("normal",) * 12,
     world_sizes=(2,),
@@ -114,6 +120,17 @@ FEEDBACK_RESCALED = Scenario(
     world_sizes=(2,),
     ddp=DDPOptions(bucket_cap_mb=_CAP),
     loss_scales=(16,) * 4 + (10,) * 4 + (13,) * 4 + (12,) * 4,
+    prerequisite="buckets",
+)
+
+FEEDBACK_OVERFLOWN = Scenario(
+    name="feedback_overflown",
+    summary="the loss scale falls after an overflow, for hooks that hold back parts of gradients",
+    params=_MATRICES,
+    steps=("normal",) * 3 + ("inf/1/all",) + ("normal",) * 6,
+    world_sizes=(2,),
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    loss_scales=(16,) * 4 + (8,) * 6,
     prerequisite="buckets",
 )
 
@@ -133,6 +150,7 @@ SCENARIOS = (
     COLLECTIVE_RAISES_LATE,
     FEEDBACK_UNUSED,
     FEEDBACK_RESCALED,
+    FEEDBACK_OVERFLOWN,
     FEEDBACK_RESTING,
 )
 
@@ -229,9 +247,25 @@ def _draw_matrices(params: tuple[Param, ...], draw: random.Random) -> tuple[Para
 
 
 def _draw_unused(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the sizes and the number of steps."""
+    """Draw the sizes and the buckets, and the rests with their lengths.
+
+    In five rests that follow one another each parameter rests once on all ranks. DDP drops its
+    result alone if its bucket has others.
+    """
     params = _draw_matrices(scenario.params, draw)
-    return replace(scenario, params=params, steps=("normal",) * draw.randint(10, 14))
+    count = draw.randint(7, 9)
+    lengths = [draw.randint(2, 3) for _ in range(2)]
+    lengths += [draw.randint(1, 3) for _ in range(count - len(lengths))]
+    draw.shuffle(lengths)
+    first = draw.randrange(len(params))
+    steps = [f"normal@{first + at}" for at, length in enumerate(lengths) for _ in range(length)]
+    cap = draw.choice((_CAP, _CAP_OF_SEVERAL))
+    return replace(
+        scenario,
+        params=params,
+        steps=tuple(steps),
+        ddp=replace(scenario.ddp, bucket_cap_mb=cap),
+    )
 
 
 def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -256,11 +290,27 @@ def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
     )
 
 
+def _draw_overflown(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the sizes, the loss scales, the numbers of steps, and where the overflow is: in all
+    elements of one parameter, or of all.
+    """
+    first = draw.randint(12, 16)
+    before, after = draw.randint(3, 6), draw.randint(6, 9)
+    params = _draw_matrices(scenario.params, draw)
+    place = draw.choice(("", f"{draw.randrange(len(params))}/"))
+    overflow = f"inf/{draw.choice((0, 1))}/{place}all"
+    return replace(
+        scenario,
+        params=params,
+        steps=("normal",) * before + (overflow,) + ("normal",) * after,
+        loss_scales=(first,) * (before + 1) + (first - draw.randint(7, 10),) * after,
+    )
+
+
 def _draw_resting(scenario: Scenario, draw: random.Random) -> Scenario:
     """Draw the sizes, the number of steps, and the loss scales.
 
-    The scale changes four times, each time by a factor of 2**5 or more. In every step another
-    parameter rests.
+    The scale changes four times, each time by a factor of 2**5 or more.
     """
     scenario = _draw_unused(scenario, draw)
     count = len(scenario.steps)
@@ -283,5 +333,6 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     COLLECTIVE_RAISES_LATE.name: draw_late_failure,
     FEEDBACK_UNUSED.name: _draw_unused,
     FEEDBACK_RESCALED.name: _draw_rescaled,
+    FEEDBACK_OVERFLOWN.name: _draw_overflown,
     FEEDBACK_RESTING.name: _draw_resting,
 }

@@ -64,6 +64,9 @@ grown/3, and others
 resting/3, and others
             crafted, but for one parameter, whose gradients are zero (``resting_parameter.py``).
 settling    constant, for steps in which every rank uses every parameter (``uses``).
+normal@3, constant@3, and others
+            normal, or constant; ranks use the parameters that they use in step 3, as in a rest of
+            several steps.
 
 The patterns of ``training``:
 
@@ -292,11 +295,14 @@ def uses(world: int, rank: int, step: int, param: int, kind: str = "") -> bool:
     """Whether the forward of ``rank`` uses a parameter at ``step``, if parameters are left out.
 
     At every step, one of five parameters is left out by all ranks, and another one by all ranks but
-    one. They are different ones from step to step. In steps of a ``DRAINING`` kind none is left
-    out.
+    one. They are different ones from step to step, and those of another step if the kind names
+    that. In steps of a ``DRAINING`` kind none is left out.
     """
     if kind in DRAINING:
         return True
+    _, names_step, other = kind.partition("@")
+    if names_step:
+        step = int(other)
     position = (param + step) % 5
     if position == 1:
         return False
@@ -308,6 +314,7 @@ def uses(world: int, rank: int, step: int, param: int, kind: str = "") -> bool:
 
 def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int) -> torch.Tensor:
     """Return ``numel`` float64 values, each exact before any cast."""
+    kind = kind.partition("@")[0]
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
     if kind in _SCALED:

@@ -4,10 +4,12 @@ The kind of a step may name a place: ``nan/1`` has NaN on rank 1 alone, ``nan/1/
 of rank 1 alone, and ``nan/1/3/-1`` in the last element of that parameter alone. ``nan/1/all`` and
 ``nan/1/3/all`` have NaN in every element there. Ranks are counted modulo the number of ranks, and
 elements modulo the number of elements, so that one kind fits every world size and every shape.
-``inf`` has the same forms.
+``nan/1/3/80x17`` has NaN in 80 elements, whose places are drawn from the number 17. ``inf`` has the
+same forms.
 """
 
 import math
+import random
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +23,7 @@ from conformance.scenarios.turns import TURN
 # Every fifth element of a nan or inf step is special. Most elements still show the mean.
 SPECIAL_EVERY = 5
 _ALL = "all"
+_DRAWN = "x"
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,22 @@ class Place:
         param: the one parameter that has them; None for all.
         element: the one element; None for several.
         every: the distance of several elements.
+        count: of several elements at drawn places; 0 if none are drawn.
+        number: what these places are drawn from.
     """
 
     rank: int
     param: int | None = None
     element: int | None = None
     every: int = SPECIAL_EVERY
+    count: int = 0
+    number: int = 0
 
 
 def base_kind(kind: str) -> str:
-    """Return a kind of gradients without its place."""
-    return kind.partition("/")[0]
+    """Return a kind of gradients without its place, and without the step whose parameters are used
+    (``gradients.uses``)."""
+    return kind.partition("/")[0].partition("@")[0]
 
 
 def place_of(kind: str) -> Place | None:
@@ -50,6 +58,10 @@ def place_of(kind: str) -> Place | None:
     base, *words = kind.split("/")
     if not words or base in (DUST, FEW, TURN, GROWN, RESTING):
         return None
+    if _DRAWN in words[-1]:
+        count, number = map(int, words.pop().split(_DRAWN))
+        rank, param = map(int, words)
+        return Place(rank, param, count=count, number=number)
     place = Place(*(int(word) for word in words if word != _ALL))
     return replace(place, every=1) if words[-1] == _ALL else place
 
@@ -57,6 +69,14 @@ def place_of(kind: str) -> Place | None:
 def without_element(kind: str) -> str:
     """Return a kind whose place names no element."""
     return "/".join(kind.split("/")[:3])
+
+
+def with_drawn_elements(kind: str, count: int, number: int) -> str:
+    """Return a kind whose place has so many elements, drawn from ``number``, in place of one."""
+    words = kind.split("/")
+    if len(words) < 4 or words[0] == FEW:
+        return kind
+    return "/".join([*words[:3], f"{count}{_DRAWN}{number}"])
 
 
 def with_all_elements(kind: str, of_one_parameter: bool) -> str:
@@ -84,6 +104,9 @@ def put_at_place(
     at = torch.arange(0, len(values), place.every)
     if place.element is not None:
         at = torch.tensor([place.element % len(values)])
+    if place.count:
+        numbers = random.Random(place.number)
+        at = torch.tensor(numbers.sample(range(len(values)), min(place.count, len(values))))
     if base_kind(kind) == "nan":
         values[at] = math.nan
     else:

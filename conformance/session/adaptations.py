@@ -15,6 +15,7 @@ from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GR
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.evidence import (
+    FEEDBACK_OVERFLOWN,
     FEEDBACK_RESCALED,
     FEEDBACK_RESTING,
     FEEDBACK_UNUSED,
@@ -88,7 +89,9 @@ _MIXING = tuple(
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
 # Those in which the sum of all results shows what became of residuals.
-_FOR_RESIDUALS = tuple(s.name for s in (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_RESTING))
+_FOR_RESIDUALS = tuple(
+    one.name for one in (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_OVERFLOWN, FEEDBACK_RESTING)
+)
 # The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
 # a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
 _FEW_ELEMENTS = {

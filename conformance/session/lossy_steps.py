@@ -17,9 +17,11 @@ from conformance.judging.oracles.lossy import (
     TRIALS,
     TRIALS_OF_VALUES,
 )
+from conformance.scenarios.clusters import UNUSED_GROUPS
 from conformance.scenarios.hook import BUCKETS, STREAMS, VALUES
 from conformance.scenarios.impulses import ALONE
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.sparse import SPARSE
 from conformance.scenarios.specials import base_kind
 from conformance.scenarios.values import LAYERS
@@ -76,7 +78,11 @@ def repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
     # Rule 21.1 compares the first steps of the two.
     if scenario.name in (BUCKETS.name, STREAMS.name):
         return replace(scenario, steps=("beside",) * count)
-    return replace(scenario, steps=("constant",) * count)
+    kind = "constant"
+    if scenario.name == UNUSED_GROUPS.name:
+        # The same parameters rest in all draws: what depends on the others of a bucket adds up.
+        kind = f"constant@{generator(scenario, 'rests').randrange(10)}"
+    return replace(scenario, steps=(kind,) * count)
 
 
 def drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:

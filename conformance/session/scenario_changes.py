@@ -3,6 +3,7 @@
 A condition and a change take the scenario and the claims.
 """
 
+import math
 from dataclasses import replace
 
 from conformance.judging.oracles.lossy import (
@@ -20,6 +21,7 @@ from conformance.scenarios import (
 )
 from conformance.scenarios.clusters import CLUSTERS, UNUSED_GROUPS, with_groups_of
 from conformance.scenarios.evidence import (
+    FEEDBACK_OVERFLOWN,
     FEEDBACK_RESCALED,
     FEEDBACK_RESTING,
     FEEDBACK_UNUSED,
@@ -39,13 +41,19 @@ from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.specials import with_all_elements, without_element
+from conformance.scenarios.specials import (
+    SPECIAL_EVERY,
+    with_all_elements,
+    with_drawn_elements,
+    without_element,
+)
 from conformance.scenarios.surroundings import JOINT
 from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, within_range
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
+    FEEDBACK,
     LOCAL,
     Claims,
 )
@@ -65,6 +73,8 @@ _CAP_OF_HALVES = 256 / 2**20
 # A bucket of two elements of float32 or more is closed once the next parameter comes.
 _CAP_OF_TWO = 8 / 2**20
 _LARGE_BUCKETS = 6
+# A compressor that sends the n-th part of the elements sends one of so many times n elements.
+_SURELY_SENT = 20
 _ON_TWO_GROUPS = (averager_training.TWO_GROUPS.name, optimizer_training.TWO_GROUPS.name)
 _WITH_RANDOM_VALUES = (
     VIEWS.name,  # compared with `values`
@@ -263,12 +273,24 @@ def take_micro_batches_of_period(scenario: Scenario, claims: Claims) -> Scenario
 def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
     """Put special values into so many elements that a compressor sends some of them.
 
-    These are every fifth element of a large parameter. In a small one these might be left out, so
-    that all of its elements are special. In a bucket of several small parameters a whole one might
-    be, so that all of them are.
+    In a large parameter there are up to a fifth of its elements, at drawn places: if a compressor
+    delivers a share ``delta`` of what it is fed, it leaves out 20 / delta elements of a parameter
+    with a chance of exp(-20). Under claims without ``delta`` every fifth element is special. In a
+    small parameter these might be left out, so that all of its elements are special. In a bucket of
+    several small parameters a whole one might be, so that all of them are.
     """
     if scenario.name == SPECIAL_LARGE.name:
-        return replace(scenario, steps=tuple(map(without_element, scenario.steps)))
+        if claims.lossy not in (CONTRACTION, FEEDBACK, DIFFERENCE):
+            return replace(scenario, steps=tuple(map(without_element, scenario.steps)))
+        numbers = generator(scenario, "special elements")
+        most = math.prod(scenario.params[-1].shape) // SPECIAL_EVERY
+        least = min(most, math.ceil(_SURELY_SENT / claims.delta))
+        counts = [int(least * (most / least) ** numbers.random()) for _ in scenario.steps]
+        places = [
+            with_drawn_elements(kind, count, numbers.randrange(10**6))
+            for kind, count in zip(scenario.steps, counts, strict=True)
+        ]
+        return replace(scenario, steps=tuple(places))
     is_alone = scenario.name == SPECIAL_DEEP.name
     steps = tuple(with_all_elements(kind, is_alone) for kind in scenario.steps)
     return replace(scenario, steps=steps)
@@ -306,7 +328,8 @@ def is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
         return claims.keeps_unused
     if scenario.name == FEEDBACK_RESTING.name:
         return claims.keeps_unused and bool(claims.rescaled) and claims.lossy != DIFFERENCE
-    return scenario.name == FEEDBACK_RESCALED.name and bool(claims.rescaled)
+    rescaled = (FEEDBACK_RESCALED.name, FEEDBACK_OVERFLOWN.name)
+    return scenario.name in rescaled and bool(claims.rescaled)
 
 
 def double_first_parameter(scenario: Scenario, claims: Claims) -> Scenario:

@@ -23,6 +23,11 @@ residual out. The sum of a parameter with more than 4,096 elements may therefore
 while gradients are independent, it is off by about 1 if nothing of them is sent at all. A residual
 that is not rescaled is off by its length times 127 or more.
 
+Overflows. A hook may lose its residual e in a step with an infinity, or keep it, with what it was
+fed of finite values in that step. A residual is at most as long as all gradients since the warm-up
+together, X_0 + X_1 + ..., so that the sum of all later results may be off by as much, too. One in
+units of the scale before the overflow is off by its own length times 127 or more.
+
 Estimates. EF21 keeps an estimate h_r of x_r / s, and results are the mean of the estimates. With
 q = sqrt(1 - delta), E the length of x_r / s - h_r, and X the largest length of x_r / s in the run,
 
@@ -63,6 +68,38 @@ def require_all_delivered(run: Run, claims: Claims, found: Found, cause: str) ->
                 return
 
 
+def require_small_loss(run: Run, claims: Claims, found: Found, cause: str) -> None:
+    """Require the same of the steps after an overflow, but for what was held back before it.
+
+    Args:
+        run: the run, with one step of infinities.
+        claims: the claims.
+        found: the findings of the rule.
+        cause: the known mistake.
+    """
+    (overflow,) = run.steps("inf")
+    before = range(claims.warmup, overflow + 1)
+    for rank in range(run.world):
+        lost = sum(_largest(run, rank, step, claims) for step in before)
+        for index in range(len(run.scenario.params)):
+            if not _require_delivered(
+                run, claims, found, rank, index, cause, first=overflow + 1, lost=lost
+            ):
+                return
+
+
+def _largest(run: Run, rank: int, step: int, claims: Claims) -> float:
+    """Return the largest length of all finite gradients that a rank of a group feeds in a step, in
+    units without the loss scale.
+    """
+    indices = range(len(run.scenario.params))
+    lengths = []
+    for other in _group(run, rank, claims):
+        fed = [run.fed(other, step, index) for index in indices]
+        lengths.append(_norm([one[one.isfinite()] for one in fed]))
+    return max(lengths) / run.scenario.loss_scale(step)
+
+
 def require_near_estimates(run: Run, claims: Claims, found: Found, cause: str) -> None:
     """Require results near the mean in every step, for hooks that keep estimates (EF21), see above.
 
@@ -74,17 +111,13 @@ def require_near_estimates(run: Run, claims: Claims, found: Found, cause: str) -
     """
     kept = math.sqrt(1 - claims.delta)
     steps = range(claims.warmup, len(run.scenario.steps))
+    overflows = run.steps("inf")
     indices = range(len(run.scenario.params))
     for rank in range(run.world):
         group = _group(run, rank, claims)
-        largest = max(
-            _norm([run.fed(other, step, index) for index in indices])
-            / run.scenario.loss_scale(step)
-            for other in group
-            for step in steps
-        )
+        largest = max(_largest(run, rank, step, claims) for step in steps)
         bound = (2 * kept / (1 - kept) + LIMIT) * largest
-        for step in steps:
+        for step in sorted({*steps} - {*overflows}):
             results = [run.got(rank, step, index) for index in indices]
             right = [mean(run, rank, step, index, group) for index in indices]
             off = math.inf
@@ -104,13 +137,27 @@ def _norm(parts: Sequence[torch.Tensor]) -> float:
 
 
 def _require_delivered(
-    run: Run, claims: Claims, found: Found, rank: int, index: int, cause: str
+    run: Run,
+    claims: Claims,
+    found: Found,
+    rank: int,
+    index: int,
+    cause: str,
+    *,
+    first: int = 0,
+    lost: float = 0.0,
 ) -> bool:
+    """Require the sum of a parameter's gradients, see above.
+
+    Args:
+        first: the first step that counts.
+        lost: how much more may be missing, as a length.
+    """
     total = torch.zeros(())
     means = torch.zeros(())
     squares = 0.0
     group = _group(run, rank, claims)
-    for step in range(claims.warmup, len(run.scenario.steps)):
+    for step in range(max(first, claims.warmup), len(run.scenario.steps)):
         if not run.receives(rank, step, index):
             continue
         got = run.got(rank, step, index)
@@ -125,6 +172,7 @@ def _require_delivered(
         squares += (_fed_norm(run, rank, step, index, claims) / scale) ** 2
     off = float((total - means).norm()) / squares**0.5
     limit = LIMIT_IF_LARGE if total.numel() > LARGE else LIMIT
+    limit += lost / squares**0.5
     holds = found.require(
         off <= limit,
         f"gradients that sum to the means within {limit:g}, in units without the loss scale",

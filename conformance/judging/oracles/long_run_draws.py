@@ -22,6 +22,8 @@ _CUT_OFF = ": a range from earlier steps, which cuts off the gradients of a step
 FEWEST_PAIRS = 100  # rounds that a lag must have between them
 # See "Small parameters" in ``long_runs.py``.
 BLOCKS = 8  # of a run
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "last")
+NEARLY = 0.85  # of the noise: that of a thousand elements is off by a few percent
 EXPECTED = 36  # elements that a silent parameter should have sent
 SELDOM = 2  # times less often than before, compared with other parameters
 ON_EACH_SIDE = 8  # errors of a block
@@ -258,6 +260,34 @@ def require_independent(record: LongRecord, found: Found) -> bool:
                 "the limit",
                 cause,
             )
+    return True
+
+
+def require_lasting_noise(record: LongRecord, noise: float, found: Found) -> bool:
+    """Require noise of the same size in each eighth of the run.
+
+    Args:
+        record: the run.
+        noise: the claimed deviation of one rank's noise.
+        found: the findings of the rule.
+    """
+    counts = record.counts[record.warm_up :]
+    scale = record.growth[record.warm_up :] / counts.sqrt()
+    for rank in _different_ranks(record):
+        errors = torch.cat(_errors(record, rank), dim=1) * scale.unsqueeze(1)
+        sizes = [float(part.square().mean()) ** 0.5 for part in errors.tensor_split(BLOCKS)]
+        least = NEARLY * min(noise / math.sqrt(record.run.world), sizes[0])
+        for part, size in enumerate(sizes):
+            holds = found.require(
+                size >= least,
+                f"noise with a root mean square of {least:.3g} or more in each eighth of the run",
+                f"rank {rank}: {sizes[0]:.3g} in the first eighth, {size:.3g} in the "
+                f"{_ORDINALS[part]}",
+                "noise that fades" if size < least else "",
+            )
+            if not holds:
+                return False
+            found.checked(len(counts), least / size if size else None)
     return True
 
 

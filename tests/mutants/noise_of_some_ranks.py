@@ -1,0 +1,83 @@
+"""Mutants under ``unbiased`` that treat parameters that rest, or late steps, unlike the others."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, sum_of
+
+_NOISE = 0.5
+
+
+class Noise:
+    """Noise of deviation 0.5 that each rank adds to its gradients; right but for its subclass.
+
+    Args:
+        process_group: the group to average over.
+        half_life: the number of steps after which the noise has half of its size.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, half_life: float = math.inf
+    ) -> None:
+        self.group = group_of(process_group)
+        self.draws = torch.Generator().manual_seed(31 + dist.get_rank(self.group))
+        self.half_life = half_life
+        self.step = 0
+
+    def size(self) -> float:
+        """Return the deviation of the noise in this step."""
+        return _NOISE * 0.5 ** (self.step / self.half_life)
+
+    def spares(self, piece: torch.Tensor) -> bool:
+        """Whether a parameter gets no noise."""
+        return False
+
+
+class SparesTheUnused(Noise):
+    """Adds no noise to what this rank has not used."""
+
+    def spares(self, piece: torch.Tensor) -> bool:
+        return not piece.any()
+
+
+def adds_noise(state: Noise, bucket: Bucket) -> Result:
+    """Add noise to the gradients, and average them."""
+    if bucket.buffer().is_sparse or any(one.is_complex() for one in bucket.parameters()):
+        raise TypeError("dense real gradients only")
+    pieces = bucket.buffer().split([p.numel() for p in bucket.parameters()])
+    spared = [state.spares(piece) for piece in pieces]
+    for piece, is_spared in zip(pieces, spared, strict=True):
+        noise = torch.randn(piece.shape, generator=state.draws, dtype=torch.float64)
+        if not is_spared or all(spared):
+            piece.add_(noise.to(piece.dtype) * state.size())
+    state.step += bucket.is_last()
+    return average(bucket, state.group)
+
+
+def gives_places_of_resting_ones(state: Noise, bucket: Bucket) -> Result:
+    """Draw a quarter of the bucket's places among those of parameters in use, and scale them as if
+    all of the bucket were in use."""
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        return average(bucket, state.group)
+    buffer = bucket.buffer()
+    pieces = buffer.split([p.numel() for p in bucket.parameters()])
+    used = torch.cat([torch.full(piece.shape, bool(piece.any())) for piece in pieces])
+    share = 0.25 * len(used) / max(1, int(used.sum()))
+    chosen = (torch.rand(len(used), generator=state.draws) < share) & used
+    buffer.mul_(chosen / 0.25)
+    return sum_of(buffer.div_(state.group.size()), state.group)
+
+
+def _noisy(name: str, rule: str, state: str) -> Mutant:
+    return Mutant(name, (rule,), f"unbiased(noise={_NOISE})", state=f"{__name__}:{state}")
+
+
+MUTANTS = [
+    _noisy("adds_noise", "4.1", "SparesTheUnused"),
+    _noisy("adds_noise", "23.1", "Noise,half_life=700"),
+    _noisy("adds_noise", "23.1", "Noise,half_life=2_500"),
+    Mutant("gives_places_of_resting_ones", ("4.1",), "unbiased", state=f"{__name__}:Noise"),
+]
