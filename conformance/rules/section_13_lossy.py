@@ -36,6 +36,7 @@ from conformance.scenarios.hook import (
     VIEWS,
 )
 from conformance.scenarios.impulses import IMPULSES
+from conformance.scenarios.late_steps import LIKE_LATE
 from conformance.scenarios.values import LAYERS
 from conformance.subjects.claims import (
     CONTRACTION,
@@ -272,8 +273,8 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "13.8",
     "Resembles the reference that it claims to be like",
-    on=(LIKE,),
-    owns=(LIKE,),
+    on=(LIKE, LIKE_LATE),
+    owns=(LIKE, LIKE_LATE),
     claimed="like",
     baseline="like",
     reads_all_runs=True,
@@ -287,7 +288,8 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
 def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``like(reference)`` no step's result is further from the reference's than twice the
     distance between its runs with other seeds. Over all steps on new gradients, and over all on the
-    same ones, results have the same length and the same distance from the mean as the reference's.
+    same ones, results have the same length and the same distance from the mean as the reference's;
+    and so have those of 12 steps after 1,000 to 1,200 others.
 
     A subject that draws random numbers is one more run of the reference: its distance is
     distributed as those of three pairs of runs, of which the largest is doubled, and the same holds
@@ -296,6 +298,16 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     differences pass, such as whether PowerSGD with feedback begins with the factors of the step
     before; without feedback that difference is found.
     """
+    for scenario in (LIKE, LIKE_LATE):
+        of_scenario = {
+            name: run for name, run in runs.items() if run.scenario.name == scenario.name
+        }
+        if not _require_like(of_scenario, claims, found):
+            return
+
+
+def _require_like(runs: dict[str, Run], claims: Claims, found: Found) -> bool:
+    """Require the first of some runs to be like the others."""
     subject = next(iter(runs.values()))
     kinds = subject.scenario.steps[claims.warmup :]
     for rank in range(subject.world):
@@ -303,13 +315,14 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         for step, kind in enumerate(subject.scenario.steps):
             step_lengths = likeness.require_near_reference(runs, rank, step, found)
             if step_lengths is None:
-                return
+                return False
             if step >= claims.warmup:
                 lengths[kind] += step_lengths
         if not all(
             likeness.require_lengths(rank, kind, sums, found) for kind, sums in lengths.items()
         ):
-            return
+            return False
+    return True
 
 
 @rule(

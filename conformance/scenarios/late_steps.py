@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from conformance.scenarios.hook import ORDERED, SAVED_ONE
+from conformance.scenarios.hook import LIKE, ORDERED, SAVED_ONE
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.scenarios.reused_states import ROLLED_BACK
 
@@ -18,6 +18,16 @@ SENT_LATE = replace(
     # Two buckets, each with a matrix that is worth compressing: DDP closes one at 256 bytes.
     ddp=DDPOptions(bucket_cap_mb=256 / 2**20),
     unrecorded_steps=FEWEST,
+)
+
+LIKE_LATE = replace(
+    LIKE,
+    name="like_late",
+    summary="random gradients after 1,000 to 1,200 steps that are not recorded, a drawn number",
+    steps=("normal",) * 12,
+    unrecorded_steps=FEWEST,
+    unrecorded_kind="normal",
+    prerequisite="like",
 )
 
 SAVED_LATE = replace(
@@ -57,7 +67,7 @@ ROLLED_BACK_LATE = replace(
 )
 REPEATED = 12
 
-ALL = (SENT_LATE, SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE)
+ALL = (SENT_LATE, LIKE_LATE, SAVED_LATE, RESUMED_LATE, ROLLED_BACK_LATE)
 
 
 def draw_late(scenario: Scenario, draws: random.Random) -> Scenario:
@@ -101,6 +111,7 @@ def draw_rolled_back_late(scenario: Scenario, draws: random.Random) -> Scenario:
 
 DRAWS = {
     SENT_LATE.name: draw_late,
+    LIKE_LATE.name: draw_late,
     SAVED_LATE.name: draw_saved_late,
     RESUMED_LATE.name: draw_saved_late,
     ROLLED_BACK_LATE.name: draw_rolled_back_late,

@@ -279,6 +279,7 @@ class Scenario:
         delayed: slow kernels precede gradients and collectives (``instruments/stream_delays.py``).
         captured: a step is captured in a CUDA graph and replayed (``drivers/cuda_graph.py``).
         unrecorded_steps: steps of a long warm-up that come before ``steps`` and leave no record.
+        unrecorded_kind: the kind of gradient that they feed.
         long_run: the schedule of a run of more than a thousand steps.
         profile: the backend and the device; set by the engine.
         session_seed: the seed that numbers are drawn from (``draws.py``); set by the engine.
@@ -345,6 +346,7 @@ class Scenario:
     delayed: bool = False
     captured: bool = False
     unrecorded_steps: int = 0
+    unrecorded_kind: str = "crafted"
     long_run: LongRun = LongRun()
     profile: Profile = GLOO_CPU
     session_seed: int = 0

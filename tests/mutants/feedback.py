@@ -372,6 +372,16 @@ def largest_in_half(state: Any, bucket: Bucket) -> Result:
     return _feedback(state, bucket, _half)
 
 
+def less_once_trained(after: int) -> Callable[[Any, Bucket], Result]:
+    """Send a quarter of the elements as the reference does, and half of that after some steps."""
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        share = 0.25 if step_number(bucket) < after else 0.125
+        return _feedback(state, bucket, lambda part: _largest(part, share))
+
+    return hook
+
+
 def largest_without_nan(state: Any, bucket: Bucket) -> Result:
     """Replace NaN by zero before selecting the largest elements."""
     return _feedback(state, bucket, lambda part: _half(part.masked_fill(part.isnan(), 0)))
@@ -513,6 +523,12 @@ MUTANTS = [
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),
     Mutant("random_k", ("13.8",), f"{_FEEDBACK}, like(TopK, ratio=0.25)"),
     Mutant("largest_in_half", ("13.8",), f"{_HALF}, like(TopK, ratio=0.25)"),
+    *(
+        Mutant(
+            f"less_once_trained,after={steps}", ("13.8",), f"{_FEEDBACK}, like(TopK, ratio=0.25)"
+        )
+        for steps in (97, 613, 971)
+    ),
     Mutant("sends_places", ("13.7",), "compressed(delta=0.25, ratio=0.5)"),
     Mutant("sparse_stays_local", ("2.9",), _HALF),
     Mutant("change_is_everything", ("2.10",), _CHANGE),

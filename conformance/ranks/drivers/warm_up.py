@@ -81,5 +81,5 @@ class WarmUp:
 
     def _gradients(self, number: int) -> list[torch.Tensor | None]:
         if number not in self._inputs:
-            self._inputs[number] = self._scripted(number, "crafted")
+            self._inputs[number] = self._scripted(number, self._scenario.unrecorded_kind)
         return self._inputs[number]
