@@ -252,8 +252,8 @@ def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
 
     In each step no rank uses one of five parameters, which rest in turn, for one to three steps;
     others are used by one rank alone then. Each has a bucket of its own, or there are two or three
-    in a bucket, of which DDP drops the result of one. A hook without the claim may send a part of
-    its residual in such a step, which is lost: an expert of a mixture loses it in most steps. The
+    in a bucket, and DDP drops the result of one. A hook without the claim may send a part of its
+    residual in such a step, which is lost: an expert of a mixture loses it in most steps. The
     certificate names that limit.
     """
     if claims.lossy == DIFFERENCE:

@@ -10,7 +10,7 @@ special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its
                 in a bucket of one element
 fails_large, dies_large
                 one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
-feedback_unused 7 to 9 rests, each of one to three steps, two of them or more longer than one; the
+feedback_unused 7 to 9 rests, each of one to three steps, at least two longer than one; the
                 sizes of the matrices; whether each has a bucket of its own
 feedback_rescaled
                 four loss scales of 2**0 to 2**16, each for three to six steps; the second is
@@ -42,7 +42,7 @@ _LAST_LATE_FAILURE = 255
 
 # DDP closes a bucket at 64 bytes, so that each parameter has a bucket of its own.
 _CAP = 64 / 2**20
-# Of about 3 KiB each: two or three of them.
+# Two or three matrices of about 3 KiB.
 _CAP_OF_SEVERAL = 6 / 2**10
 
 SPECIAL_LARGE = Scenario(

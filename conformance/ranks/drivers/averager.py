@@ -1,7 +1,7 @@
 """The driver of averagers: sets parameters, has them averaged, and records them."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -11,6 +11,16 @@ import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._equal_states import same_state, same_values
+from conformance.ranks.drivers._evaluation_ends import (
+    ENDS,
+    FROZEN,
+    NESTS,
+    Cancelled,
+    EvaluationError,
+    Exits,
+    Interrupted,
+)
 from conformance.ranks.drivers._given_parameters import (
     Given,
     Parameters,
@@ -45,29 +55,6 @@ from conformance.scenarios.averager_values import (
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.moved_parameters import REPLACED, specs_at, way
-
-
-class _EvaluationError(Exception):
-    """The error of an evaluation that fails."""
-
-
-class _Interrupted(KeyboardInterrupt):
-    """A user stops the evaluation."""
-
-
-class _Exits(SystemExit):
-    """The evaluation ends the process, and somebody catches that."""
-
-
-class _Cancelled(BaseException):
-    """An interrupt of another library, such as asyncio.CancelledError."""
-
-
-# How evaluations end, step by step. In those of _NESTS another one is nested.
-_NESTS = (2, 6)
-# In these the model is frozen, as by model.requires_grad_(False).
-_FROZEN = (3, 4, 6)
-_ENDS = (None, _EvaluationError, None, _Interrupted, None, _Cancelled, None, _Exits)
 
 
 @dataclass(frozen=True)
@@ -239,12 +226,12 @@ class AveragerDriver(RankDriver):
                 self._keep_evaluated(None, "applied", nests=False)
         elif not is_idle(self.scenario, step):
             # An averager may have no average of a parameter that is frozen.
-            place = step % len(_ENDS)
+            place = step % len(ENDS)
             given = None
             if self.scenario.variant == "forms":
                 given = Given(self.scenario, step, self._first_given()).form
-            with frozen(self.params) if place in _FROZEN else nullcontext():
-                self._keep_evaluated(_ENDS[place], "applied", nests=place in _NESTS, given=given)
+            with frozen(self.params) if place in FROZEN else nullcontext():
+                self._keep_evaluated(ENDS[place], "applied", nests=place in NESTS, given=given)
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
@@ -341,7 +328,7 @@ class AveragerDriver(RankDriver):
         before = _copies(self.params)
         gradients = self._gradients()
         state = self._state_of_averager()
-        same_state = True
+        is_same_state = True
         is_swallowed = False
         activity = self.activity
         try:
@@ -351,13 +338,13 @@ class AveragerDriver(RankDriver):
                 for index, parameter in enumerate(self.params):
                     self.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
                 # The best checkpoint is saved while it is evaluated.
-                same_state = _same_state(self._state_of_averager(), state)
+                is_same_state = same_state(self._state_of_averager(), state)
                 if nests:
                     self._nest(applied)
                 if end:
                     is_swallowed = True
                     raise end("this evaluation failed")
-        except (_EvaluationError, _Interrupted, _Cancelled, _Exits):
+        except (EvaluationError, Interrupted, Cancelled, Exits):
             is_swallowed = False
             self.activity = activity
         except Exception as error:
@@ -375,11 +362,11 @@ class AveragerDriver(RankDriver):
         self.recorder.event(
             "evaluated",
             failed=bool(end),
-            swallowed=end.__name__.strip("_") if end and is_swallowed else "",
+            swallowed=end.__name__ if end and is_swallowed else "",
             nests=nests,
             changed=self._changed_from(before),
             changed_gradients=[index for index, (now, kept) in pairs if now != kept],
-            same_state=same_state,
+            same_state=is_same_state,
         )
 
     def _nest(self, applied: Callable[..., AbstractContextManager[Any]]) -> None:
@@ -397,7 +384,7 @@ class AveragerDriver(RankDriver):
     def _changed_from(self, before: list[torch.Tensor]) -> list[int]:
         """Return the indices of the parameters whose values are others than before."""
         pairs = enumerate(zip(self.params, before, strict=True))
-        return [index for index, (now, kept) in pairs if not _same_values(now, kept)]
+        return [index for index, (now, kept) in pairs if not same_values(now, kept)]
 
     def _gradients(self) -> list[tuple[bool, str | None]]:
         """Return for each parameter whether it requires a gradient, and a digest of the one that it
@@ -484,22 +471,3 @@ class AveragerDriver(RankDriver):
 
 def _copies(params: Parameters) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in params]
-
-
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values; NaN is equal to NaN."""
-    return torch.equal(one, other) or torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    """Whether two states are equal: nested dicts and lists of tensors, numbers and others."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and _same_values(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same_state(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_same_state(a, b) for a, b in pairs)
-    equal = one == other
-    # Objects that cannot be compared tell nothing.
-    return one is other or not isinstance(equal, bool) or equal

@@ -1,0 +1,25 @@
+"""Compare values of tensors, and states that hold them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values; NaN is equal to NaN."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states are equal: nested dicts and lists of tensors, numbers and others."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and same_values(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(same_state(a, b) for a, b in pairs)
+    equal = one == other
+    # Objects that cannot be compared tell nothing.
+    return one is other or not isinstance(equal, bool) or equal
