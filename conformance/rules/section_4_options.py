@@ -43,7 +43,9 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
 
     Under ``unbiased`` ranks of groups leave out the same parameters in all draws, so that what
     others of their bucket gain by that adds up. Claimed noise is added by all ranks of a group,
-    also by those that leave the parameter out.
+    also by those that leave the parameter out. Under ``compressed(feedback=ef21)`` they leave out
+    the same parameters until results have converged: the estimate of a rank that no longer uses a
+    parameter is no part of the mean then.
     """
     require_steps(run, claims, found, run.steps("crafted"))
     if claims.noise and run.scenario.name == UNUSED_GROUPS.name and not found.failures:

@@ -64,9 +64,9 @@ grown/3, and others
 resting/3, and others
             crafted, but for one parameter, whose gradients are zero (``resting_parameter.py``).
 settling    constant, for steps in which every rank uses every parameter (``uses``).
-normal@3, constant@3, and others
-            normal, or constant; ranks use the parameters that they use in step 3, as in a rest of
-            several steps.
+normal@3, constant@3, settling@3, and others
+            normal, constant or settling; ranks use the parameters that they use in step 3, as in a
+            rest of several steps.
 
 The patterns of ``training``:
 

@@ -81,8 +81,13 @@ def repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
     kind = "constant"
     if scenario.name == UNUSED_GROUPS.name:
         # The same parameters rest in all draws: what depends on the others of a bucket adds up.
-        kind = f"constant@{generator(scenario, 'rests').randrange(10)}"
+        kind = _with_rests(kind, scenario)
     return replace(scenario, steps=(kind,) * count)
+
+
+def _with_rests(kind: str, scenario: Scenario) -> str:
+    """Return a kind in which the parameters of a drawn step are left out."""
+    return f"{kind}@{generator(scenario, 'rests').randrange(10)}"
 
 
 def drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:
@@ -97,8 +102,10 @@ def feed_impulse_after_drain(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps of the same gradients."""
+    """Add steps of the same gradients; ranks of groups leave out the same parameters in them."""
     kind = "training_constant" if scenario.name == LAYERS.name else "settling"
+    if scenario.name == UNUSED_GROUPS.name:
+        kind = _with_rests(kind, scenario)
     return replace(scenario, steps=scenario.steps + (kind,) * _draining_steps(scenario, claims))
 
 

@@ -120,7 +120,7 @@ def require_drained(judged: JudgedRun, steps: range) -> None:
 def require_convergence(judged: JudgedRun, last: int, ranks: Sequence[int] = ()) -> None:
     """Require the mean in the last step, after the same gradients again and again."""
     for rank, index, place in judged.parameters(*ranks):
-        if not judged.trains_throughout(rank):
+        if not judged.trains_throughout(rank) or not judged.run.receives(rank, last, index):
             continue
         got = judged.results(rank, index, range(last, last + 1))
         if got is None:
