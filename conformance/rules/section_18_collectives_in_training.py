@@ -26,7 +26,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.collective import SUBGROUPS
-from conformance.scenarios.collective_conditions import MIXED_CALLS
+from conformance.scenarios.collective_conditions import MIXED_CALLS, kind_of_calls
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
     IN_FLIGHT,
@@ -351,8 +351,10 @@ def mixed(run: Run, claims: Claims, found: Found) -> None:
     The scale of the values changes from call to call, as in 18.16. In two calls one message has NaN
     or infinities. With the claim feedback there are none, and all calls of an object together lose
     no more than the last error. What an error refuses is left out: averages, a layout, numbers or
-    async_op=True. All of it is drawn.
+    async_op=True; the certificate names the first three. All of it is drawn.
     """
+    for event in run.ranks[0].all("refuses_calls"):
+        found.note(f"{kind_of_calls(run.scenario, event['index'])} are refused: {event['error']}")
     if claims.has("feedback"):
         cause = "an error is lost in calls of one of these kinds"
         require_nothing_lost(run, claims, found, cause)

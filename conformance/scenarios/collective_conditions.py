@@ -64,6 +64,16 @@ def is_average(scenario: Scenario, index: int) -> bool:
     return scenario.options[0] in SUMMING and index % 2 == 1
 
 
+def kind_of_calls(scenario: Scenario, index: int) -> str:
+    """Return what the calls of a parameter have in common, in words."""
+    calls = "averages" if is_average(scenario, index) else "sums"
+    if scenario.options[0] not in SUMMING:
+        calls = "messages"
+    spec = scenario.params[index]
+    layouts = dict.fromkeys((spec.layout, spec.output_layout or spec.layout))
+    return f"{calls} of {' to '.join(layouts)} matrices" if spec.shape else f"{calls} of numbers"
+
+
 def draw_mixed(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw 16 to 20 steps, six matrices of 150 to 400 elements with drawn exponents, and layouts.
 

@@ -29,7 +29,8 @@ that it sends. A loss factor may divide each message, or the product: the interv
 
 Bits. Operations on bits are of integers alone, and exact.
 
-Special values. A NaN in any message gives NaN. Nothing is promised where infinities of both signs
+Special values. A NaN in any message gives NaN. If an infinity arrives as the largest number, a sum
+beyond that is cut off again. Nothing is promised where infinities of both signs
 meet, where a message may overflow, and where the sum of all |x_i| is above half of the range of
 float32, under rounded(float16) of float16: partial sums may be infinite.
 """
@@ -94,6 +95,10 @@ def allowed_sum(
         more = more + second_bound(as_finite + of_messages)
     low = _combined([part.low for part in parts], operation) - more
     high = _combined([part.high for part in parts], operation) + more
+    for part in parts:
+        is_cut_off = exact.isinf() & part.exact.isinf()
+        low = torch.where(is_cut_off, torch.minimum(low, _finite_end(part)), low)
+        high = torch.where(is_cut_off, torch.maximum(high, _finite_end(part)), high)
     is_free = exact.isnan() & ~_any_nan(parts)
     overflows = magnitude > _HALF_OF_RANGE.get(narrow, LARGEST / 2)
     for part in parts:

@@ -149,8 +149,10 @@ class CollectiveDriver(RankDriver):
                 try:
                     other.begin()
                     self._takes_calls_of[call.index] = True
-                except Exception:
+                except Exception as error:
                     self._takes_calls_of[call.index] = False
+                    text = f"{type(error).__name__}: {str(error)[:200]}"
+                    self.recorder.event("refuses_calls", index=call.index, error=text)
             self.collectives.take_sent()
         return self._takes_calls_of[call.index]
 

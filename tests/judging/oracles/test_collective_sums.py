@@ -25,12 +25,14 @@ def rounded(values: list[float]) -> Allowed:
     )
 
 
-@pytest.mark.parametrize("other", [0.8346, -0.8346, 31.0, 0.0])
+@pytest.mark.parametrize("other", [0.8346, -0.8346, 31.0, 58.5365, 0.0])
 @pytest.mark.parametrize("got", [65504.0, math.inf])
 def test_an_infinity_that_arrives_as_the_largest_number_is_rounded_in_the_sum(
     other: float, got: float
 ) -> None:
-    """65504 + 0.8346 is 65504 in float16: seed 3379241113 of 18.22."""
+    """65504 + 0.8346 is 65504 in float16: seed 3379241113 of 18.22. 65504 + 58.5365 is beyond its
+    range, and is cut off again: seed 4064199295 of 18.37.
+    """
     right = allowed_sum([rounded([math.inf]), rounded([other])], None, "float16", 2.0**-23)
     assert not right.wrong(torch.tensor([got], dtype=torch.float64)).any()
 
