@@ -73,7 +73,7 @@ _CAP_OF_HALVES = 256 / 2**20
 # A bucket of two elements of float32 or more is closed once the next parameter comes.
 _CAP_OF_TWO = 8 / 2**20
 _LARGE_BUCKETS = 6
-# A compressor that sends the n-th part of the elements sends one of so many times n elements.
+# Divided by delta: with a chance of exp(-20) a compressor sends none of so many elements.
 _SURELY_SENT = 20
 _ON_TWO_GROUPS = (averager_training.TWO_GROUPS.name, optimizer_training.TWO_GROUPS.name)
 _WITH_RANDOM_VALUES = (

@@ -30,9 +30,9 @@ that it sends. A loss factor may divide each message, or the product: the interv
 Bits. Operations on bits are of integers alone, and exact.
 
 Special values. A NaN in any message gives NaN. If an infinity arrives as the largest number, a sum
-beyond that is cut off again. Nothing is promised where infinities of both signs
-meet, where a message may overflow, and where the sum of all |x_i| is above half of the range of
-float32, under rounded(float16) of float16: partial sums may be infinite.
+beyond that is cut off again. Nothing is promised where infinities of both signs meet, where a
+message may overflow, and where the sum of all |x_i| is above half of the range of float32, under
+rounded(float16) of float16: partial sums may be infinite.
 """
 
 from collections.abc import Callable, Sequence
