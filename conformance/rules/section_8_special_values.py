@@ -180,8 +180,7 @@ def lone(run: Run, claims: Claims, found: Found) -> None:
     Every size is as likely as its double. The result of a lossy subject has some element that is
     not finite. It gets NaN in several elements of a large parameter, at drawn places: 20 / delta of
     them or more, up to a fifth of the parameter. A compressor that keeps its ``delta`` sends some.
-    Under ``unbiased`` and ``local`` it is every fifth element. All elements of a small parameter are
-    NaN.
+    Under ``unbiased`` and ``local`` every fifth element is NaN, and all of a small parameter.
     """
     _require_special(run, claims, found, run.steps("nan", "inf"))
     if claims.lossy:

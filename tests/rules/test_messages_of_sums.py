@@ -4,7 +4,9 @@ import expecttest
 import torch
 
 from conformance.scenarios import collective as scenarios
+from conformance.scenarios.collective_conditions import MIXED_CALLS
 from conformance.scenarios.collective_training import DTYPES, OPERATED
+from tests.made_runs import event
 from tests.rules.test_messages_of_collectives import called, text
 from tests.rules.test_more_reasons import reasons
 
@@ -89,5 +91,8 @@ def test_reasons_name_refused_calls() -> None:
     operated = called(OPERATED, SUM, refused="ValueError: SUM alone")
     assert "it refuses other operations than a sum" in reasons("18.34", operated, SUM)
     claims = "collective(all_gather), rounded(float16)"
+    mixed = called(MIXED_CALLS, SUM)
+    mixed.ranks[0].events.append(event("refuses_calls", 0, index=1, error="no AVG"))
+    assert "averages of contiguous matrices are refused: no AVG" in reasons("18.37", mixed, SUM)
     asynchronous = called(scenarios.WAITED, claims, refused="TypeError: no async_op")
     assert "it refuses these calls" in reasons("18.15", asynchronous, claims)

@@ -333,6 +333,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "no hook has read the modes",
         ),
         (
+            "2.10",
+            made_run,
+            "local",
+            "replicas may only differ on three ranks or more",
+        ),
+        (
             "13.17",
             made_run,
             "compressed(feedback=ef21)",
