@@ -124,8 +124,9 @@ class FailedRun:
             _MAKES_GROUP in rank.get("stacks", "") for rank in self.evidence.values()
         ):
             return (
-                "a rank makes a process group: new_group waits for all ranks of WORLD, unless "
-                "use_local_synchronization is set"
+                "a rank makes a process group: new_group waits for all ranks of WORLD; with "
+                "use_local_synchronization for those of the group, which must have made equally "
+                "many groups before"
             )
         if self.kind != "register":
             return None

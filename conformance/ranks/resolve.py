@@ -153,17 +153,25 @@ def is_one_object(resolved: Resolved) -> bool:
 
 def make_hook(resolved: Resolved, context: Context, option: str) -> tuple[Any, Any]:
     """Return (hook, state); a factory is called here, once the process group exists."""
+    hook, make = _hook_and_maker(resolved, context, option)
+    return hook, make()
+
+
+def _hook_and_maker(
+    resolved: Resolved, context: Context, option: str
+) -> tuple[Any, Callable[[], Any]]:
+    """Return the hook, which a factory makes, and a function that makes its state."""
+    make = functools.partial(make_state, resolved.state, context)
     if not isinstance(resolved.hook, Factory):
-        return resolved.hook, make_state(resolved.state, context)
+        return resolved.hook, make
     made = _member(resolved.hook.make(context))
     if isinstance(made, Subject):
         described = replace(resolved, hook=made.hook, state=resolved.state or made.state)
-        return make_hook(described, context, option)
+        return _hook_and_maker(described, context, option)
     if isinstance(made, tuple) and len(made) == 2:
         state, hook = made
-        hook = _callable(hook, option)
-        return hook, state if resolved.state is None else make_state(resolved.state, context)
-    return _callable(made, option), make_state(resolved.state, context)
+        return _callable(hook, option), make if resolved.state is not None else lambda: state
+    return _callable(made, option), make
 
 
 def _callable(hook: Any, option: str) -> Any:
@@ -263,8 +271,9 @@ def describe(spec: SubjectSpec) -> dict[str, Any]:
     resolved = resolve(spec)
     module = importlib.import_module(resolved.module)
     if isinstance(resolved.hook, Factory) and not resolved.hook.needs_context():
-        # It can be called here too, so that its errors show before any rank starts.
-        make_hook(resolved, {}, f"--hook {spec.hook}")
+        # It can be called here too, so that its errors show before any rank starts. What makes its
+        # state may need a rank.
+        _hook_and_maker(resolved, {}, f"--hook {spec.hook}")
     elif inspect.isroutine(resolved.hook):
         _require_no_factory(resolved.hook, f"--hook {spec.hook}")
     function = resolved.function

@@ -165,8 +165,9 @@ Actual: a rank did not come to its end: rank 0 in step 2, after the kit had reco
 Expected: a run that comes to its end on every rank
 Actual: a rank did not come to its end: rank 0 in step 2, after the kit had recorded
     'step'
-Likely cause: a rank makes a process group: new_group waits for all ranks of WORLD, unless
-    use_local_synchronization is set""",
+Likely cause: a rank makes a process group: new_group waits for all ranks of WORLD; with
+    use_local_synchronization for those of the group, which must have made equally many
+    groups before""",
     )
 
 

@@ -53,6 +53,17 @@ def make_on_group(group: object) -> tuple[object, Callable[..., Any]]:
     return group, hook
 
 
+def needs_group(process_group: object) -> object:
+    return process_group
+
+
+class Plain:
+    """A hook that needs nothing of a rank's."""
+
+    def __call__(self, state: object, bucket: object) -> str:
+        return "future"
+
+
 class Kind(enum.Enum):
     """As torch's DDPCommHookType."""
 
@@ -66,6 +77,8 @@ MEMBERS = {
     "make": make,
     "make_on_group": make_on_group,
     "Kind": Kind,
+    "needs_group": needs_group,
+    "Plain": Plain,
     "bound": Stateful().method,
     "groups": ("a", "b"),
     "in_a_list": [{}],
@@ -147,6 +160,14 @@ def test_a_subject_describes_itself() -> None:
     assert resolved.claims == "sum"
     assert make_state(resolved.state, CONTEXT) == ["of", "the world_size"]
     assert made("wild:described", "pg")[1] == "the process_group"
+
+
+@pytest.mark.parametrize("hook", ["wild:Plain", "wild:make()", "wild:described"])
+@pytest.mark.parametrize("state", ["pg", "process_group", "wild:needs_group"])
+def test_a_hook_that_is_made_may_have_a_state_that_needs_a_rank(hook: str, state: str) -> None:
+    """Whoever describes the subject calls its factory, and has no process group."""
+    assert describe(SubjectSpec(hook=hook, state=state))["module"] == "wild"
+    assert made(hook, state)[1] == "the process_group"
 
 
 def test_claims_beside_the_hook_are_found() -> None:
