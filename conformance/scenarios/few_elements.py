@@ -25,6 +25,8 @@ from conformance.scenarios.seeds import generator
 FEW = "few"
 LARGEST_COUNT = 255
 _MOST_DRAWN = 64
+# A probe has hundreds of parameters, and the hook is called for each bucket in each step.
+_MOST_ALONE = 16
 _ALL = "all"
 
 
@@ -47,12 +49,15 @@ def places(kind: str, numel: int, param: int) -> Sequence[int]:
 
 def in_each_parameter(scenario: Scenario, delta: float) -> tuple[str, ...]:
     """Return steps for the buckets of several parameters: the last and the first elements of each
-    parameter alone, and drawn ones of all.
+    parameter alone, or of drawn ones of many, and drawn elements of all.
     """
     numbers = generator(replace(scenario, name=FEW), "parameters")
+    params: Sequence[int] = range(len(scenario.params))
+    if len(params) > _MOST_ALONE:
+        params = sorted(numbers.sample(params, _MOST_ALONE))
     steps = [
         f"{FEW}/{form}/{numbers.choice((0, 1))}/{param}/{numbers.randrange(10**6)}"
-        for param in range(len(scenario.params))
+        for param in params
         for form in ("tail", "head")
     ]
     numbers.shuffle(steps)
