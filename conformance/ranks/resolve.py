@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from conformance.errors import TargetError
 from conformance.subjects.spec import CONTEXT_NAMES, Subject, SubjectSpec
 from conformance.subjects.target import Target, parse_target
@@ -144,11 +146,22 @@ def is_one_object(resolved: Resolved) -> bool:
     """Whether the subject names an existing object, which two models then share."""
     hook = resolved.hook
     state = resolved.state
-    # A plain function has no state of its own; a bound method shares its object.
-    is_function = inspect.isroutine(hook) and not inspect.ismethod(hook)
-    is_made = resolved.setup is not None or isinstance(hook, Factory) or is_function
+    is_made = resolved.setup is not None or isinstance(hook, Factory) or _is_function(hook)
     state_is_made = state is None or isinstance(state, (str, Factory)) or callable(state)
     return not is_made or not state_is_made
+
+
+def _is_function(hook: Any) -> bool:
+    """Whether a hook is a function without a state of its own, perhaps with bound arguments.
+
+    A bound method shares its object, and a bound list or dict may be a state.
+    """
+    if isinstance(hook, functools.partial):
+        bound = (*hook.args, *hook.keywords.values())
+        fixed = (bool, int, float, str, bytes, type(None), enum.Enum, torch.dtype)
+        is_fixed = (isinstance(one, fixed) or _is_function(one) for one in bound)
+        return _is_function(hook.func) and all(is_fixed)
+    return inspect.isroutine(hook) and not inspect.ismethod(hook)
 
 
 def make_hook(resolved: Resolved, context: Context, option: str) -> tuple[Any, Any]:

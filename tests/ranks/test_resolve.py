@@ -8,10 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from conformance.errors import TargetError
 from conformance.hosts.pool import Pool
-from conformance.ranks.resolve import call_with_names, describe, make_hook, make_state, resolve
+from conformance.ranks.resolve import (
+    call_with_names,
+    describe,
+    is_one_object,
+    make_hook,
+    make_state,
+    resolve,
+)
 from conformance.scenarios.hook import VALUES
 from conformance.subjects.spec import Subject, SubjectSpec, parse_other
 from tests.hooks_ref.algorithms import try_hook
@@ -79,6 +87,10 @@ MEMBERS = {
     "Kind": Kind,
     "needs_group": needs_group,
     "Plain": Plain,
+    "of_half": functools.partial(make, torch.float16),
+    "wrapped": functools.partial(make, scale=hook),
+    "of_a_list": functools.partial(make, scale=[1.0]),
+    "of_a_bound_one": functools.partial(Stateful().method, None),
     "bound": Stateful().method,
     "groups": ("a", "b"),
     "in_a_list": [{}],
@@ -168,6 +180,25 @@ def test_a_hook_that_is_made_may_have_a_state_that_needs_a_rank(hook: str, state
     """Whoever describes the subject calls its factory, and has no process group."""
     assert describe(SubjectSpec(hook=hook, state=state))["module"] == "wild"
     assert made(hook, state)[1] == "the process_group"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("wild:hook", False),
+        ("wild:make,scale=2.0", False),
+        ("wild:Plain", False),
+        ("wild:of_half", False),
+        ("wild:wrapped", False),
+        ("wild:bound", True),
+        ("wild:of_a_list", True),
+        ("wild:of_a_bound_one", True),
+    ],
+)
+def test_a_function_with_bound_values_is_no_object_that_models_share(
+    text: str, is_one: bool
+) -> None:
+    assert is_one_object(resolve(SubjectSpec(hook=text))) is is_one
 
 
 def test_claims_beside_the_hook_are_found() -> None:
