@@ -407,6 +407,8 @@ def _second_allreduce(
         return
     for matrix in matrices:
         keep_for_stream([matrix.m, matrix.p])
+        if matrix.flags is not None:
+            keep_for_stream([matrix.flags])
         matrix.p = orthonormal(matrix.p)
     products = _products(
         [matrix.m.t() for matrix in matrices],

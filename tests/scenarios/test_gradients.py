@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 
-from conformance.scenarios.gradients import KINDS, TILE, gradient
+from conformance.scenarios.gradients import KINDS, TILE, gradient, uses
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -159,3 +159,13 @@ def test_faint_gradients_are_never_zero() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         values = gradient("faint", (1000,), dtype, world=4, rank=1, step=3, param=2)
         assert bool((values != 0).all())
+
+
+def test_a_kind_may_name_the_step_whose_parameters_are_used() -> None:
+    for rank, param in ((0, 0), (1, 3), (0, 4)):
+        for step in range(7):
+            assert uses(2, rank, step, param, "normal@3") == uses(2, rank, 3, param, "normal")
+    assert not uses(2, 0, 9, 3, "settling@3")
+    assert uses(2, 0, 3, 3, "settling")
+    one, other = (values(kind, torch.float32, 2, step=5) for kind in ("normal@3", "normal"))
+    assert torch.equal(one, other)

@@ -10,6 +10,7 @@ from conformance.scenarios.specials import (
     place_of,
     put_at_place,
     with_all_elements,
+    with_drawn_elements,
     without_element,
 )
 
@@ -23,6 +24,7 @@ from conformance.scenarios.specials import (
         ("inf/1/3/-1", Place(1, 3, -1)),
         ("nan/1/all", Place(1, every=1)),
         ("inf/2/3/all", Place(2, 3, every=1)),
+        ("nan/1/3/80x17", Place(1, 3, count=80, number=17)),
     ],
 )
 def test_a_kind_names_a_place(kind: str, place: Place | None) -> None:
@@ -31,6 +33,8 @@ def test_a_kind_names_a_place(kind: str, place: Place | None) -> None:
 
 def test_a_place_is_widened() -> None:
     assert without_element("nan/1/3/-1") == "nan/1/3"
+    assert with_drawn_elements("nan/1/3/-1", 80, 17) == "nan/1/3/80x17"
+    assert with_drawn_elements("tiled", 80, 17) == "tiled"
     assert with_all_elements("nan/1/3/-1", of_one_parameter=True) == "nan/1/3/all"
     assert with_all_elements("nan/1/3/-1", of_one_parameter=False) == "nan/1/all"
     for kind in ("tiled", "nan"):
@@ -47,6 +51,8 @@ def test_a_place_is_widened() -> None:
         ("nan/1/3/all", 1, 2, 0),
         ("nan/1/3", 1, 3, 3),
         ("nan/1/3/7", 1, 3, 1),
+        ("nan/1/3/5x17", 1, 3, 5),
+        ("nan/1/3/80x17", 1, 3, 12),
     ],
 )
 def test_values_at_a_place(kind: str, rank: int, param: int, count: int) -> None:
