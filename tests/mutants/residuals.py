@@ -317,14 +317,20 @@ class Estimates(Residuals):
         self.mean: dict[torch.nn.Parameter, torch.Tensor] = {}
 
 
-def estimate_of_mean_stays(state: Any, bucket: Bucket) -> Result:
-    """Keep the estimate of the mean in units of the old loss scale."""
+def estimate_of_mean_stays(state: Any, bucket: Bucket, *, rests: bool = False) -> Result:
+    """Keep the estimate of the mean in units of the old loss scale.
+
+    Args:
+        rests: send no change of a parameter that this rank has not used.
+    """
     if not is_dense(bucket) or bucket.parameters()[0].is_complex():
         return average(bucket, state.group)
     parts = list(bucket.buffer().split([p.numel() for p in bucket.parameters()]))
     for parameter, part in zip(bucket.parameters(), parts, strict=True):
         estimate = state.kept.setdefault(parameter, torch.zeros_like(part))
         change = part - estimate
+        if rests and not part.any():
+            change.zero_()
         sent = torch.zeros_like(change)
         largest = change.abs().topk((change.numel() + 1) // 2).indices
         sent[largest] = change[largest]

@@ -7,7 +7,13 @@ import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, finite, is_dense, sum_of
-from tests.mutants.residuals import CLAIMS, Residuals, halves_with_feedback
+from tests.mutants.residuals import (
+    CLAIMS,
+    Estimates,  # noqa: F401, the state of a mutant
+    Residuals,
+    estimate_of_mean_stays,
+    halves_with_feedback,
+)
 
 
 class LaysAside(Residuals):
@@ -132,39 +138,10 @@ def repairs_a_few(state: Residuals, bucket: Bucket) -> Result:
     return halves_with_feedback(state, bucket)
 
 
-class Estimates(Residuals):
-    """Keeps an estimate of each parameter's gradient, and one of the mean."""
-
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        super().__init__(process_group)
-        self.mean: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-
 def sends_nothing_at_rest(state: Any, bucket: Bucket) -> Result:
     """Send no change of a parameter that this rank has not used, in EF21: its last gradient stays
     in the mean."""
-    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
-        return average(bucket, state.group)
-    parts = list(bucket.buffer().split([p.numel() for p in bucket.parameters()]))
-    for parameter, part in zip(bucket.parameters(), parts, strict=True):
-        estimate = state.kept.setdefault(parameter, torch.zeros_like(part))
-        change = (part - estimate) * bool(part.any())
-        sent = torch.zeros_like(change)
-        largest = change.abs().topk((change.numel() + 1) // 2).indices
-        sent[largest] = change[largest]
-        estimate.add_(sent).nan_to_num_(0, 0, 0)
-        part.copy_(sent)
-    result = sum_of(bucket.buffer().div_(state.group.size()), state.group)
-
-    def add(future: torch.futures.Future) -> torch.Tensor:
-        future.value()
-        for parameter, part in zip(bucket.parameters(), parts, strict=True):
-            mean = state.mean.setdefault(parameter, torch.zeros_like(part)).add_(part)
-            part.copy_(mean)
-            mean.nan_to_num_(0, 0, 0)
-        return bucket.buffer()
-
-    return result.then(add)
+    return estimate_of_mean_stays(state, bucket, rests=True)
 
 
 def _mutant(name: str, rule: str, state: str, claims: str = CLAIMS) -> Mutant:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from conformance.judging.oracles.long_runs import LongRecord
+from conformance.judging.oracles.lossy.noise import NEARLY
 from conformance.judging.verdict import Found
 
 # See "Unbiased" in ``oracles/lossy.py``.
@@ -23,7 +24,6 @@ FEWEST_PAIRS = 100  # rounds that a lag must have between them
 # See "Small parameters" in ``long_runs.py``.
 BLOCKS = 8  # of a run
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "last")
-NEARLY = 0.85  # of the noise: that of a thousand elements is off by a few percent
 EXPECTED = 36  # elements that a silent parameter should have sent
 SELDOM = 2  # times less often than before, compared with other parameters
 ON_EACH_SIDE = 8  # errors of a block

@@ -150,7 +150,6 @@ without the first, the links of each parameter must connect all ranks of a group
 drawn at random in every step leave four ranks apart in 23 steps with probability 3**-22.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import product
 
@@ -165,6 +164,7 @@ from conformance.judging.oracles.lossy.common import (
     joined,
     unit_roundoff,
 )
+from conformance.judging.oracles.lossy.noise import require_noise, require_noise_of_all
 from conformance.judging.oracles.mean import mean
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -184,7 +184,6 @@ LEFT_IN_REWRAPPED = 1 / 1024  # the same where DDP is made anew: signs with one 
 TRIALS = 96  # draws on the same gradients
 TRIALS_OF_VALUES = 160  # the same in ``values``, see "Draws", and in ``sparse``, see "Rows"
 MIXING_STEPS = 24  # of a local result, see "Mixing"
-NEARLY = 0.85  # of the noise of all ranks: that of a thousand elements is off by a few percent
 
 # Scenarios that repeat the requirement under an option of DDP, or in another model.
 OPTION_SCENARIOS = (
@@ -413,59 +412,6 @@ def require_recovered(run: Run, claims: Claims, found: Found) -> None:
         compression.require_convergence(judged, later[-1])
     elif claims.lossy == UNBIASED:
         random_results.require_expectation(judged, later)
-
-
-def require_noise(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
-    """Require the claimed noise as the result of zeros.
-
-    The noise of W ranks may be independent, or drawn once for all of them.
-    """
-    most = 1.5 * claims.noise
-    for step, rank in product(steps, range(run.world)):
-        least = claims.noise / math.sqrt(len(run.group(rank))) / 1.5
-        got = whole_result(run, rank, step)
-        size = -1.0 if got is None else float(got.norm()) / math.sqrt(len(got))
-        holds = found.require(
-            least <= size <= most,
-            f"noise with a root mean square of {least:.3g} to {most:.3g} if zeros are fed",
-            f"rank {rank}, step {step}: {'no gradient' if got is None else f'{size:.3g}'}",
-        )
-        if not holds:
-            return
-
-
-def require_noise_of_all(run: Run, claims: Claims, found: Found) -> None:
-    """Require as much noise for parameters that some ranks leave out as for others.
-
-    Without the noise of one rank of two it has 0.71 times that size, and without that of two ranks
-    of three 0.58 times.
-    """
-    steps = range(len(run.scenario.steps))
-    for rank in range(run.world):
-        sizes, left_out = {}, set()
-        group = run.group(rank)
-        for index in range(len(run.scenario.params)):
-            drawn = [step for step in steps if run.receives(rank, step, index)]
-            errors = []
-            for step in drawn:
-                got = run.got(rank, step, index)
-                if got is not None:
-                    errors.append(got - mean(run, rank, step, index, group))
-            if not errors:
-                continue
-            sizes[index] = float(torch.stack(errors).square().mean()) ** 0.5
-            if not all(run.feeds(other, drawn[0], index) for other in group):
-                left_out.add(index)
-        whole = [size for index, size in sizes.items() if index not in left_out]
-        least = NEARLY * min(claims.noise / math.sqrt(len(group)), *whole)
-        for index in left_out:
-            found.require(
-                sizes[index] >= least,
-                f"noise with a root mean square of {least:.3g} or more, as for other parameters",
-                f"rank {rank}, parameter {run.parameter_name(index)}, which not all ranks use: "
-                f"{sizes[index]:.3g}",
-                "a rank adds no noise to what it has not used: others see what its data use",
-            )
 
 
 def require_seen(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
