@@ -62,6 +62,12 @@ class Factory:
         names = (parameter.name for parameter in _parameters_of(self.function))
         return any(name not in self.kwargs and _canonical(name) in CONTEXT_NAMES for name in names)
 
+    def names(self, name: str) -> bool:
+        """Whether the target has an argument for a context value."""
+        return any(
+            _canonical(parameter.name) == name for parameter in _parameters_of(self.function)
+        )
+
     def has_none_for(self, name: str) -> bool:
         """Whether None is the default of the argument for a context value."""
         return any(

@@ -15,6 +15,7 @@ from conformance.judging.oracles.averager import (
     require_quiet,
     require_right,
     require_same_gradients,
+    require_same_outside,
 )
 from conformance.judging.oracles.averager_like import (
     EVALUATED,
@@ -121,7 +122,8 @@ def schedule(run: Run, claims: Claims, found: Found) -> None:
     baseline="like",
     source="Lin et al., Local SGD, ICLR 2020, algorithm 1: all workers continue from one model",
     remedy="local computation after the collective, such as a sum in an order of the rank's own; "
-    "an average that is left out if ranks are close to each other, or values small",
+    "an average that is left out if ranks are close to each other, or to the average before, or "
+    "values small",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """After an average all ranks that took part in it hold the same bits.
@@ -129,7 +131,8 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     In a further run ranks are close to each other before each average: crafted values, whose mean
     is exact, differ by a few units in their last places. The relative distance, 1/20 to 1/2,000,000
     on two ranks, and the magnitude, 2**-27 to 2**11, are drawn for each parameter. In some averages
-    all parameters are as close as possible, and tiny besides in some of these. Every average is due
+    all parameters are as close as possible, and tiny besides in some of these. Every other average
+    has parameters that are as close to the average before. Every average is due
     as any other: all ranks hold the bits of the mean.
     """
     _require_same_bits(run, claims, found)
@@ -231,10 +234,15 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.distributed.new_group; ranks in a group are not global "
     "ranks",
     remedy="dist.get_world_size() without the group; a collective without group=; a global rank in "
-    "place of a rank in the group",
+    "place of a rank in the group; a barrier of WORLD; on ranks outside of the group, "
+    "get_world_size() is -1, and collectives return without an error: return at once",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup the mean is over the ranks of the subgroup, divided by their number.
+
+    The ranks of one group then make further calls, and those of the other group none. With the
+    value that ``new_group()`` returns on a rank outside of the group, parameters stay as they are,
+    or an error refuses it.
 
     A subject that claims ``world_only`` must average over WORLD instead.
     """
@@ -242,6 +250,7 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("it claims world_only, and the reference averages over its own group")
         return
     require_right(run, claims, found, must_change=True)
+    require_same_outside(run, found)
 
 
 @rule(

@@ -24,6 +24,7 @@ from conformance.scenarios.averager_training import (
     AUTOCAST,
     AUTOCAST_HALF,
     CHANGING,
+    CHANGING_LATE,
     DRIFTING,
     IDLE,
     LARGE,
@@ -112,16 +113,18 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     needs=("14.1", "14.2", "14.12"),
     baseline="like",
     since="1.2",
-    source="training of two models in one process, such as a GAN, or a student and its teacher",
+    source="training of two models in one process, such as a GAN, or a student and its teacher; "
+    "two moving averages of one model, with different decays",
     remedy="counts, buffers, states, or the group's size, in the class or the module instead of "
-    "the object",
+    "the object, or in attributes of the parameters",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
     """Two averagers of two models that take turns in a drawn order each keep their own schedule and
     state, and each averages over its own group.
 
     In one run both are on the same ranks. In another one WORLD has four or five ranks, and the
-    other group two or three of them; which model has which group is drawn. Under ``hierarchical``
+    other group two or three of them; which model has which group is drawn. Two moving averages
+    (``like(EMAModelAverager, ...)``) on the same ranks are of one model. Under ``hierarchical``
     and ``world_only`` both have WORLD.
     """
     if run.ranks[0].first("one_object"):
@@ -133,8 +136,8 @@ def two(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.18",
     "The model may change",
-    on=(CHANGING, MOVED, IDLE),
-    owns=(CHANGING, MOVED, IDLE),
+    on=(CHANGING, CHANGING_LATE, MOVED, IDLE),
+    owns=(CHANGING, CHANGING_LATE, MOVED, IDLE),
     refusable=(MOVED, IDLE),
     needs=("14.4", "14.12"),
     baseline="like",
@@ -144,9 +147,10 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "load_state_dict(assign=True)",
     remedy="a list of parameters or buffers that is made in the first call and used again: always, "
     "or while the number of trained elements is the same, or while the new list is the beginning "
-    "of the old one; averages that are kept by the position among the trained parameters, which "
-    "changes; p.data of an earlier call: after model.to() the parameter has another tensor; a "
-    "return before the step is counted if no parameter is trainable",
+    "of the old one, or once it has been the same for some averages; averages that are kept by the "
+    "position among the trained parameters, which changes; p.data of an earlier call: after "
+    "model.to() the parameter has another tensor; a return before the step is counted if no "
+    "parameter is trainable",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
     """If parameters are frozen, unfrozen, added or left out between calls, each average is that of
@@ -154,7 +158,9 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
 
     At a drawn step one parameter is unfrozen and another of the same shape is frozen. At a later
     step a third parameter is added. From a still later one on, that third one and another are no
-    longer passed. A subject that is made with the parameters keeps these; none is added or left out
+    longer passed. In another run the same changes come after 17 to 150 averages.
+
+    A subject that is made with the parameters keeps these; none is added or left out
     then. Until a parameter is added, the averages to evaluate with are judged as well. An averager
     may leave out frozen parameters: the average of one that was unfrozen may begin anew, and that
     of one that was frozen may stay as it is, or be the parameter itself.
@@ -189,15 +195,17 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
     remedy="a state that exists from the first average on only; load_state_dict that takes its "
     "argument apart; momentum, or a next step with an average, that is not among the loaded state; "
     "a loaded state that waits for the next step, and is not in state_dict() until then; a loaded "
-    "state that is added to what is there",
+    "state that is added to what is there; the rank, or the group, of the process that has saved",
 )
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
     """An averager continues its schedule if its state is saved at a drawn step of the warm-up, and
-    new processes load it twice, save it, and load the new copy. If the same averager loads an
-    earlier state, it continues as if the steps since then had not been.
+    new processes load it twice, save it, and load the new copy. Under ``periodic`` and
+    ``hierarchical`` all ranks load the state of rank 0, which often writes the checkpoint. If the
+    same averager loads an earlier state, it continues as if the steps since then had not been.
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
-    same averager loads. In between come a drawn number of steps, with at least one average. The
+    same averager loads; that of a hierarchical one is saved right before an average of its longest
+    period. In between come a drawn number of steps, with at least one average. The
     averager also goes back to a state that was saved before its first step, if it has one. An
     averager without state_dict() or load_state_dict() is not judged by that run.
     """
@@ -257,7 +265,8 @@ def drifting(run: Run, claims: Claims, found: Found) -> None:
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 400 to 700 steps, by the session's seed, parameters are the means that are due, or
-    stay as they are. Gradients keep their bits."""
+    stay as they are. Gradients keep their bits. An averager that gossips has four ranks, others
+    two."""
     require_right(run, claims, found, must_change=True, evaluated=True)
     require_same_gradients(run, found)
 

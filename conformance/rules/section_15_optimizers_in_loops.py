@@ -53,14 +53,14 @@ IN_BACKWARD = (
 def written(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins from the parameters as they are then, in float32, float64, float16 and
     bfloat16: after load_state_dict of the model, a copy to .data, or one element that is written in
-    place.
+    place. Parameters that take the place of others in param_groups are stepped, or an error on
+    every rank refuses them.
 
     One of these comes before the first step, and another one after everything was restored to an
     earlier step. A model has one dtype, or all four; the two models of other dtypes than float32
     may be refused with an error on every rank. Parameters of these models get new memory, too, as
-    by ``p.data = ...``. In an optimizer that averages parameters or
-    gradients, other parameters take the place of some in their groups. They are stepped without a
-    state, as in torch.optim, and averaged; or an error on every rank refuses them. The steps, the
+    by ``p.data = ...``. Parameters are replaced in an optimizer that averages parameters or
+    gradients; new ones are stepped without a state, as in torch.optim, and averaged. The steps, the
     ways, the parameters, the dtype and the options are drawn from the session's seed.
     """
     if run.scenario.variant == RENEWED.variant:

@@ -249,7 +249,8 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
     remedy="scales and buffers that are made without a dtype: torch.zeros(n), torch.tensor(x); "
-    "matmul, einsum or linear, which compute in half precision under autocast",
+    "matmul, einsum or linear, which compute in half precision under autocast; torch.cat of "
+    "bfloat16, which raises under autocast to float16 on a CPU",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Messages of float32 arrive if torch's default dtype is float64, float16 or bfloat16, if it
@@ -345,8 +346,8 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
 )
 def mixed(run: Run, claims: Claims, found: Found) -> None:
     """Messages arrive if calls differ in several of these at once: a sum or an average; contiguous
-    matrices, matrices in other layouts and numbers; async_op=True or not; under no_grad or not; a
-    wait() in the thread of the call or in another.
+    matrices, matrices in other layouts, weights of convolutions in channels_last and numbers;
+    async_op=True or not; under no_grad or not; a wait() in the thread of the call or in another.
 
     The scale of the values changes from call to call, as in 18.16. In two calls one message has NaN
     or infinities. With the claim feedback there are none, and all calls of an object together lose

@@ -293,11 +293,11 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
     "global rank",
     remedy="dist.get_world_size() and get_rank() without the group; a collective without group=; a "
     "rank in the group in place of the global rank src; a group, its size or a place in it that is "
-    "kept from the first call",
+    "kept from the first call; a barrier of WORLD",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
-    """With group= messages are exchanged within that group, also after a call on WORLD; the source
-    of a scatter is a global rank."""
+    """With group= messages are exchanged within that group, also after a call on WORLD, and while
+    other groups make fewer calls; the source of a scatter is a global rank."""
     require_calls(run, claims, found)
 
 

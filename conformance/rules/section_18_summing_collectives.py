@@ -69,8 +69,8 @@ def operations(run: Run, claims: Claims, found: Found) -> None:
 )
 def same_bits(run: Run, claims: Claims, found: Found) -> None:
     """After an all_reduce all ranks of the group hold the same bits, for messages of all sizes, and
-    for those of float64, float16, bfloat16 and complex64 that it does not refuse; also after one
-    with op=ReduceOp.AVG, MAX, MIN or PRODUCT that it does not refuse.
+    for those of other memory layouts, float64, float16, bfloat16 and complex64 that it does not
+    refuse; also after one with op=ReduceOp.AVG, MAX, MIN or PRODUCT that it does not refuse.
 
     Averages have 10 to 40, 300 to 900 and 2**13 to 2**18 elements, and come in the other dtypes,
     too. The sizes are drawn.

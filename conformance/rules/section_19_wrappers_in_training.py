@@ -305,7 +305,7 @@ def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     2**-14 of the largest magnitude.
 
     The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed, and
-    so are steps from 100 to 250 at which dropout begins, as in a schedule of dropout: in each of
+    so are steps from 60 to 150 at which dropout begins, as in a schedule of dropout: in each of
     five blocks at another one. Their share of dropout is in nn.Dropout, in settings that all blocks
     share, in an argument, in a class of the trainer's, or in a buffer. Every 8 to 24 steps, which
     are drawn, the network is evaluated: by eval(), a forward under no_grad, and train(). With the

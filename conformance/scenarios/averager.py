@@ -141,7 +141,8 @@ UNUSED = replace(
 SUBGROUPS = replace(
     PLAIN,
     name="averager_subgroups",
-    summary="two averagers on two disjoint subgroups of WORLD; group ranks are not global ranks",
+    summary="two averagers on two disjoint subgroups of WORLD; group ranks are not global ranks; "
+    "one group makes more calls; then all make calls as on a rank outside of a group",
     groups=((1, 3), (0, 2)),
 )
 

@@ -28,7 +28,8 @@ CLOSE = replace(
     PLAIN,
     name="averager_close",
     summary="values of ranks that differ by a few units in the last places of crafted numbers, "
-    "relatively by 1/20 to 1/2,000,000; some are as small as 1e-8",
+    "relatively by 1/20 to 1/2,000,000, and from the average before by as little in every other "
+    "average; some are as small as 1e-8",
     steps=(NEAR_KIND,) * 6,
     world_sizes=(2,),
 )
@@ -132,19 +133,25 @@ _ORDINARY = (-3, 10)
 def near_kind(scenario: Scenario, step: int, index: int, size: int) -> str:
     """Return the kind of values of a parameter whose ranks are close to each other.
 
-    It is ``near/BITS/EXPONENT``: W (K + k) 2**EXPONENT with the size W of the group, an integer K
-    from 2**BITS to twice as much, the same on all ranks, and k below 8, another one on each. A sum
-    over the group is an integer below 2**24 times the power of two: any right way to the mean is
-    exact in float32.
+    It is ``near/BITS/EXPONENT/STEP``: W (K + k) 2**EXPONENT with the size W of the group, an
+    integer K from 2**BITS to twice as much, the same on all ranks, and k below 8, another one on
+    each. A sum over the group is an integer below 2**24 times the power of two: any right way to
+    the mean is exact in float32.
+
+    Two steps in a row have the same K, which is drawn from STEP, the first of the two. So the
+    values of the second one are close to the mean of the first one, as after small steps.
 
     In a third of the steps distances and magnitudes are drawn for each parameter. In the others
     all ranks are as close as possible in all parameters, which are all tiny in half of these.
     """
+    number = _number_of(scenario, step) // 2
+    ordinary = [at for at, kind in enumerate(scenario.steps) if kind != QUIET]
+    step = ordinary[2 * number]
     most = 22 - 2 * (size - 1).bit_length()
     count = len(scenario.params)
     order = random.Random(f"{scenario.session_seed}/{scenario.name}/near")
     steps = order.sample(("each", "ordinary", "tiny"), 3)
-    chosen = steps[_number_of(scenario, step) % len(steps)]
+    chosen = steps[number % len(steps)]
     draw = random.Random(f"{scenario.session_seed}/{scenario.name}/near/{step}")
     places = draw.sample(range(count), count)
     share = (places[index] + draw.random()) / count
@@ -153,7 +160,7 @@ def near_kind(scenario: Scenario, step: int, index: int, size: int) -> str:
         bits = _LEAST_BITS + int(share * (most + 1 - _LEAST_BITS))
         chosen = ("ordinary", "tiny")[places[index] % 2]
     magnitude = round(draw.uniform(*(_TINY if chosen == "tiny" else _ORDINARY)))
-    return f"{NEAR_KIND}/{bits}/{magnitude - bits - size.bit_length()}"
+    return f"{NEAR_KIND}/{bits}/{magnitude - bits - size.bit_length()}/{step}"
 
 
 # --- calls without anything to train ----------------------------------------------------------

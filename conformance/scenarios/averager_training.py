@@ -17,6 +17,11 @@ from conformance.scenarios.tables import prime_from
 # The first parameters are made like the values of this step, the same on all ranks.
 START = 100_003
 TIED = "tied"
+ONE_MODEL = "one_model"
+# All ranks load the state that rank 0 has saved.
+LOADS_FIRST = "loads_first"
+# The ranks of the first group make more calls than the others; then come calls outside of a group.
+GOES_ON = "goes_on"
 # Values of steps that are rolled back are those of so many steps later.
 ROLLED = 200_003
 
@@ -67,7 +72,8 @@ EMPTY = replace(
 TWO = replace(
     PLAIN,
     name="averager_two",
-    summary="two averagers of two models take turns in a drawn order",
+    summary="two averagers of two models take turns in a drawn order; two moving averages are of "
+    "one model",
     world_sizes=(2,),
     variant="two",
 )
@@ -93,6 +99,13 @@ CHANGING = replace(
     world_sizes=(2,),
     variant="changing",
 )
+# A plan of buffers or a cache may be trusted after some averages.
+CHANGING_LATE = replace(
+    CHANGING,
+    name="averager_changing_late",
+    summary="the same after 17 to 150 averages",
+)
+LATE = (17, 150)
 UNFROZEN = 0
 FROZEN = 1
 ADDED = len(CHANGING.params) - 1
@@ -132,7 +145,8 @@ SAVED_EARLY = replace(
 RESUMED_EARLY = replace(
     SAVED_EARLY,
     name="averager_resumed_early",
-    summary="new processes load that state twice, save it and load that, and continue",
+    summary="new processes load that state twice, save it and load that, and continue; if results "
+    "are plain means, all ranks load the state of rank 0",
     prerequisite="averager_saved_early",
     variant="loaded_twice",
     resume=replace(SAVED_EARLY.resume, resumes=True),
@@ -197,7 +211,7 @@ LONG = replace(
 )
 
 ALL = (
-    *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING, MOVED),
+    *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING, CHANGING_LATE, MOVED),
     *(
         SAVED_EARLY,
         RESUMED_EARLY,

@@ -120,12 +120,13 @@ def has_own_values(kind: str) -> bool:
 
 def _near(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
     """Return values as ``near_kind`` has them, of a drawn sign each."""
-    _, bits, exponent = source.kind.split("/")
-    generator = torch.Generator().manual_seed(1_009 * source.number + index)
+    _, bits, exponent, base = source.kind.split("/")
+    shared = torch.Generator().manual_seed(1_009 * int(base) + index)
+    generator = torch.Generator().manual_seed(1_013 * source.number + index)
     shape = spec.shape
-    integers = torch.randint(2 ** int(bits), 2 ** (int(bits) + 1), shape, generator=generator)
+    integers = torch.randint(2 ** int(bits), 2 ** (int(bits) + 1), shape, generator=shared)
     own = (torch.randint(8, shape, generator=generator) + source.rank) % 8
-    signs = 1 - 2 * torch.randint(2, shape, generator=generator)
+    signs = 1 - 2 * torch.randint(2, shape, generator=shared)
     values = (signs * size * (integers + own)).double() * 2.0 ** int(exponent)
     return values.to(getattr(torch, spec.dtype))
 

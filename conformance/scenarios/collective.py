@@ -92,7 +92,8 @@ SUBGROUPS = replace(
     PLAIN,
     name="collective_subgroups",
     summary="on disjoint subgroups of WORLD, one of a single rank, whose last calls have "
-    "async_op=True; group ranks are not global ranks",
+    "async_op=True; group ranks are not global ranks; each group makes one call more than the "
+    "one before it",
     groups=((1, 3), (0, 2), (4,)),
     observe=Observation(bytes_sent=True),
 )

@@ -1,10 +1,11 @@
 """The scenario in which a quantized collective is called in a drawn mix of ways.
 
-One object makes all calls; with error feedback each of eight parameters has an object of its own.
+One object makes all calls; with error feedback each of ten parameters has an object of its own.
 What the calls of a parameter have in common is drawn, and so is the rest for each call:
 
 parameter   sums and averages in turn; contiguous matrices, matrices that are transposed, matrices
-            in drawn layouts, whose inputs and outputs may have different ones, and numbers
+            in drawn layouts, whose inputs and outputs may have different ones, weights of
+            convolutions in channels_last, and numbers
 call        with async_op=True or without; under ``no_grad`` or not; a wait() in another thread
 """
 
@@ -18,6 +19,8 @@ from conformance.scenarios.model import Param, Scenario
 MIXED = "mixed"
 _POISON = ("nan", "infinite")
 # Inputs and outputs; an empty text is the layout of the inputs.
+# The least and the largest numbers of channels, rows and columns of a weight.
+_IMAGES = ((3, 5), (2, 4), (3, 5), (3, 5))
 _LAYOUTS = (
     ("columns", ""),
     ("columns", "transposed"),
@@ -30,8 +33,8 @@ _MIXED = replace(
     PLAIN,
     name="collective_mixed",
     summary="16 to 20 calls of values whose scale changes from call to call, in a drawn mix: sums "
-    "and averages, contiguous matrices, others and numbers, with async_op=True and without, under "
-    "no_grad and not, a wait() in another thread",
+    "and averages, contiguous matrices, others, weights in channels_last and numbers, with "
+    "async_op=True and without, under no_grad and not, a wait() in another thread",
     steps=("normal",) * 16,
     world_sizes=(2, 3),
     variant=MIXED,
@@ -71,11 +74,14 @@ def kind_of_calls(scenario: Scenario, index: int) -> str:
         calls = "messages"
     spec = scenario.params[index]
     layouts = dict.fromkeys((spec.layout, spec.output_layout or spec.layout))
+    if len(spec.shape) == len(_IMAGES):
+        return f"{calls} of tensors in channels_last"
     return f"{calls} of {' to '.join(layouts)} matrices" if spec.shape else f"{calls} of numbers"
 
 
 def draw_mixed(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw 16 to 20 steps, six matrices of 150 to 400 elements with drawn exponents, and layouts.
+    """Draw 16 to 20 steps, six matrices of 150 to 400 elements and two weights of convolutions with
+    drawn exponents, and layouts.
 
     One message has a NaN, and one infinities, in one step each.
     """
@@ -98,7 +104,16 @@ def draw_mixed(scenario: Scenario, numbers: random.Random) -> Scenario:
         for (layout, output_layout), *pair in zip(layouts, of_sums, of_averages, strict=True)
         for exponents in pair
     ]
-    return replace(scenario, params=(*params, Param(()), Param(())), steps=tuple(steps))
+    images = [
+        Param(
+            tuple(numbers.randint(*sizes) for sizes in _IMAGES),
+            exponents=exponents,
+            layout="channels_last",
+        )
+        for exponents in changing_exponents(count, numbers)[1:]
+    ]
+    params += [*images, Param(()), Param(())]
+    return replace(scenario, params=tuple(params), steps=tuple(steps))
 
 
 def without_poison(scenario: Scenario) -> Scenario:

@@ -425,10 +425,13 @@ def evaluates_before(scenario: Scenario, step: int) -> bool:
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of steps; the first parameter's shape has the rows of the batch of each step,
     and the second one's the steps from which on blocks have dropout.
+
+    All have it before the second half, so that a pool which grows with what is saved is filled
+    before growth is judged.
     """
     count = numbers.randint(*LONG_STEPS)
     rows = tuple(numbers.randint(1, 12) for _ in range(count))
-    ends = (LONG_STEPS[0] // 3, LONG_STEPS[0] - 50)
+    ends = (LONG_STEPS[0] // 5, LONG_STEPS[0] // 2)
     late = Param(tuple(numbers.randint(*ends) for _ in WAYS_OF_DRAWING))
     return replace(scenario, steps=("normal",) * count, params=(Param(rows), late))
 

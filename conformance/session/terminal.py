@@ -192,7 +192,9 @@ def _other_failure_lines(session: Session, numbers: list[str]) -> list[str]:
         if followers[number]:
             lines.append(f"    {_not_run_because_of_it(followers[number])}")
     if hidden := numbers[_SHOWN_FAILURES:]:
-        lines.append(f"  and {len(hidden)} more rules that fail: {_numbers(hidden)}")
+        lines.append(
+            f"  and {len(hidden)} more rules that fail: {_numbers(hidden)}; see report.html"
+        )
     return lines
 
 
@@ -204,7 +206,9 @@ def _advice_lines(session: Session) -> list[str]:
         for one in advice[:_SHOWN_ADVICE]
     ]
     if hidden := [one.number for one in advice[_SHOWN_ADVICE:]]:
-        lines.append(f"advice  and {len(hidden)} more rules: {_numbers(hidden)}")
+        lines.append(
+            f"advice  and {len(hidden)} more rules: {_numbers(hidden)}; report.html says why"
+        )
     return lines
 
 
@@ -272,7 +276,9 @@ def _limit_lines(session: Session) -> list[str]:
         short = reason.replace(f"because the subject claims {claims}", "because of its claims")
         lines.append(_cut(f"limit   {name}: {short}"))
     if hidden := [one for group in list(groups.values())[_SHOWN_LIMITS:] for one in group]:
-        lines.append(f"limit   and {len(hidden)} more rules: {_numbers(hidden)}")
+        lines.append(
+            f"limit   and {len(hidden)} more rules: {_numbers(hidden)}; report.html says why"
+        )
     return lines
 
 
@@ -307,7 +313,9 @@ def _not_run_lines(session: Session, conclusion: Conclusion) -> list[str]:
     hidden = ranked[len(shown) :]
     if hidden:
         count = sum(len(numbers) for _, numbers in hidden)
-        lines.append(f"not run  {count} more rules, for {len(hidden)} other reasons")
+        lines.append(
+            f"not run  {count} more rules, for {len(hidden)} other reasons, which report.html gives"
+        )
     return lines
 
 

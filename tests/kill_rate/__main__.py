@@ -14,8 +14,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import tests.kill_rate
-from tests.kill_rate import ROOT, USERS, Mutation, explained, mutations, on_file
-from tests.kill_rate.judging import UNCHANGED, Judged, judge, start
+from tests.kill_rate import USERS, Mutation, explained, mutations, on_file
+from tests.kill_rate.judging import UNCHANGED, Judged, functions_entered, judge, start, unchanged
 
 UNEXPLAINED = "unexplained"
 
@@ -27,10 +27,7 @@ def main() -> int:
     chosen: list[Mutation] = []
     for module in options.module:
         picked = _picked(module, options)
-        # An unchanged copy: a rule that refuses it is wrong on this machine.
-        source = (ROOT / "hooks_ref" / f"{module}.py").read_text()
-        chosen.append(Mutation(module, 0, UNCHANGED, source))
-        chosen += picked
+        chosen += [unchanged(module), *picked]
     earlier = _judged_earlier(options.record, chosen, options.limit)
     seen = {one.mutation.key for one in earlier}
     asked = [mutation for mutation in chosen if mutation.key not in reasons.keys() | seen]
@@ -38,7 +35,14 @@ def main() -> int:
     _print_titles()
     executor = ProcessPoolExecutor(options.judges, get_context("spawn"), start)
     with executor:
-        results = executor.map(partial(judge, short=options.short, limit=options.limit), asked)
+        modules = list(dict.fromkeys(one.module for one in asked if one.change != UNCHANGED))
+        entered = dict(zip(modules, executor.map(functions_entered, modules), strict=True))
+        asked = [one for one in asked if one.module in entered]
+        results = executor.map(
+            partial(judge, short=options.short, limit=options.limit),
+            asked,
+            [entered[one.module] for one in asked],
+        )
         for module, of_module in itertools.groupby(results, key=lambda one: one.mutation.module):
             judged += _print_results(of_module, options.record)
             picked = [one for one in chosen if one.module == module and one.change != UNCHANGED]

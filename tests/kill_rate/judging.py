@@ -1,12 +1,15 @@
-"""Judge one mutation: by the short rules of all cases, and then by the long rules of some."""
+"""Judge one mutation: by the short rules of all cases, and then by the long rules of some.
+
+Cases that run the mutated function come first.
+"""
 
 import collections
-import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from conformance.judging.rule import MUST
 from conformance.judging.verdict import Verdict
 from conformance.rules import book
 from conformance.session.engine import Engine
-from tests.cases import Case, is_costly, own_judge
+from conformance.subjects.kinds import HOOK
+from tests.cases import LONG_RULES, Case, is_costly, own_judge
 from tests.kill_rate.cases import cases_of
 from tests.kill_rate.mutating import ROOT, Mutation
 
@@ -24,7 +28,11 @@ UNCHANGED = "unchanged"
 PATIENCE = 20.0  # seconds after which a run of a long rule counts as hanging; others take 4
 LONG = 2  # cases that are judged by the long rules
 _CUT = "the time was up"
-FEW = 4  # rules that judge first, and an unchanged copy alone
+FEW = 5  # rules that judge first, and an unchanged copy alone
+# The rules of hooks that refuse most mutations. For other kinds the first of their section do.
+_FIRST = ("1.5", "2.1", "13.8", "2.2", "2.4", "2.7", "13.1", "13.4", "13.6", "9.1")
+Entered = Mapping[str, Collection[str]]
+"""The functions of the mutated module that the plain run of a case enters, by name of the case."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +63,54 @@ def start() -> None:
         assert engine.judge("1.5").verdict.holds
 
 
-def judge(mutation: Mutation, short: bool, limit: float) -> Judged:
+def functions_entered(module: str) -> dict[str, list[str]]:
+    """Return the functions of a module that plain runs of its cases enter, by name of the case."""
+    found = {}
+    with _copies(unchanged(module)):
+        for case in cases_of(module, ""):
+            (rule, *_) = _rules(case)
+            engine = own_judge(PATIENCE).engine(replace(case, rules=(rule,), partly=True))
+            engine.judge(rule)
+            coverage = engine.coverage().coverage
+            found[str(case)] = [
+                function.name
+                for file in (coverage.files if coverage else ())
+                if file.file.name.endswith(f"/{module}.py")
+                for function in file.marks.functions
+                if file.has_entered(function)
+            ]
+    return found
+
+
+def judge(mutation: Mutation, entered: Entered, short: bool, limit: float) -> Judged:
     """Judge one mutation.
 
     Args:
         mutation: the mutation.
+        entered: the functions that cases enter.
         short: by the short rules alone.
         limit: the seconds after which no other rule begins.
     """
     begin = time.monotonic()
+    with _copies(mutation):
+        by = _refused_by(mutation, entered, short, begin + limit)
+    is_whole = by != _CUT
+    return Judged(mutation, by if is_whole else "", time.monotonic() - begin, is_whole)
+
+
+def unchanged(module: str) -> Mutation:
+    """Return a copy of a module as it is: a rule that refuses it is wrong on this machine."""
+    return Mutation(module, 0, UNCHANGED, (ROOT / "hooks_ref" / f"{module}.py").read_text())
+
+
+@contextmanager
+def _copies(mutation: Mutation) -> Iterator[None]:
+    """Work in a new folder with the copies of a mutation."""
     folder = Path(tempfile.mkdtemp(prefix="kill-rate-"))
     try:
         _write_copies(mutation, folder)
         os.chdir(folder)
-        by = _refused_by(mutation, short, begin + limit)
-        is_whole = by != _CUT
-        return Judged(mutation, by if is_whole else "", time.monotonic() - begin, is_whole)
+        yield
     finally:
         os.chdir(ROOT)
         shutil.rmtree(folder, ignore_errors=True)
@@ -93,16 +133,20 @@ def _renamed(text: str) -> str:
     return text.replace("from examples", "from examples_mutated")
 
 
-def _refused_by(mutation: Mutation, short: bool, end: float) -> str:
+def _refused_by(mutation: Mutation, entered: Entered, short: bool, end: float) -> str:
     """Return the rule that refuses the mutation and its verdict, or '' if none does.
 
     A rule that the reference itself fails on this machine refuses nothing. At ``end``, of
     ``time.monotonic()``, what is returned is ``_CUT``.
     """
     recent = _RECENT[mutation.module]
+    cases = cases_of(mutation.module, mutation.key)
+    # The name of a nested function has the ones around it, as a mutation's place has.
+    function = mutation.place.partition(":")[0]
+    cases.sort(key=lambda case: function not in entered.get(str(case), ()))
     try:
-        for asked in _in_order(cases_of(mutation.module, mutation.key), short, recent):
-            if mutation.change == UNCHANGED and not asked.is_first:
+        for asked in _in_order(cases, short, recent):
+            if mutation.change == UNCHANGED and asked.tier > 0:
                 return ""  # the test run judges the originals by the whole book
             if time.monotonic() > end:
                 return _CUT
@@ -133,28 +177,27 @@ class _Question:
         engine: of the case.
         number: of the rule.
         name: of the subject, and the number.
-        is_first: whether it is one of the case's first rules.
+        tier: 0 for one of the case's first rules, 1 for another short one, 2 for one of
+            ``LONG_RULES``, and 3 for a costly one.
     """
 
     engine: Engine
     number: str
     name: tuple[str, str]
-    is_first: bool
+    tier: int
 
 
 def _in_order(cases: list[Case], short: bool, recent: list[tuple[str, str]]) -> Iterator[_Question]:
-    """Yield the recent rules, the first short ones of all cases, the other short and the long ones.
+    """Yield the recent rules, and then the rules of all cases by their tiers.
 
     Runs of short rules hang for 4 seconds at most: a ``hanging`` case has little patience.
     """
-    quick = [_questions(replace(case, hangs=True), costly=False) for case in cases]
-    long = [] if short else [_questions(case, costly=True) for case in cases[:LONG]]
-    everything = list(itertools.chain(*quick, *long))
+    questions = [one for case in cases for one in _questions(replace(case, hangs=True), False)]
+    if not short:
+        questions += [one for case in cases[:LONG] for one in _questions(case, True)]
     for name in recent:
-        yield from (one for one in everything if one.name == name)
-    for is_first in (True, False):
-        yield from (one for one in itertools.chain(*quick) if one.is_first == is_first)
-    yield from itertools.chain(*long)
+        yield from (one for one in questions if one.name == name)
+    yield from sorted(questions, key=lambda one: one.tier)
 
 
 def _questions(case: Case, costly: bool) -> list[_Question]:
@@ -163,15 +206,25 @@ def _questions(case: Case, costly: bool) -> list[_Question]:
         return []
     engine = own_judge(PATIENCE).engine(replace(case, rules=rules, partly=True))
     return [
-        _Question(engine, number, (str(case), number), place < FEW)
+        _Question(engine, number, (str(case), number), 3 if costly else _tier(number, place))
         for place, number in enumerate(rules)
     ]
 
 
-def _rules(case: Case, costly: bool) -> tuple[str, ...]:
+def _tier(number: str, place: int) -> int:
+    if place < FEW:
+        return 0
+    return 2 if number in LONG_RULES else 1
+
+
+def _rules(case: Case, costly: bool = False) -> tuple[str, ...]:
+    """Return the rules of a case that are costly, or those that are not, the likely ones first."""
     rules = book(case.kind, "cpu")
-    return tuple(
+    chosen = [
         number
         for number, rule in rules.items()
         if rule.level == MUST and number in (case.rules or rules) and is_costly(rule) == costly
-    )
+    ]
+    if case.kind == HOOK:
+        chosen.sort(key=lambda number: _FIRST.index(number) if number in _FIRST else len(_FIRST))
+    return tuple(chosen)

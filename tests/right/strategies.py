@@ -153,6 +153,39 @@ def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> 
         dist.broadcast(buffer, root, group=group)
 
 
+class OnGroupsOfItsOwn:
+    """Average on groups of its own, one for each group of a model, in the first context."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    @contextmanager
+    def __call__(self, model: Any, is_final_microbatch: bool) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        theirs = model.process_group
+        if theirs.group_name not in self.groups:
+            ranks = dist.get_process_group_ranks(theirs)
+            made = dist.new_group(ranks, use_local_synchronization=True)
+            self.groups[theirs.group_name] = made
+        group = self.groups[theirs.group_name]
+        with model.no_sync():
+            yield
+        if not is_final_microbatch:
+            return
+        params = _trained(model.parameters())
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in params):
+            raise TypeError("sparse gradients are not supported")
+        _fill(params)
+        for parameter in params:
+            mean = parameter.grad.div(group.size()).contiguous()
+            dist.all_reduce(mean, group=group)
+            parameter.grad.copy_(mean)
+        for buffer in model.buffers() if model.broadcast_buffers else ():
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+
+
 class InBackward:
     """An object whose hooks on the parameters average in the last backward.
 
@@ -225,6 +258,7 @@ class _Microbatch:
             )
 
 
+on_groups_of_its_own = OnGroupsOfItsOwn()
 in_backward = InBackward()
 
 
@@ -375,6 +409,7 @@ RIGHT = [
     Right("composers_with_zeros", kind="strategy"),
     Right("Gathered", kind="strategy"),
     Right("through_one_rank", kind="strategy"),
+    Right("on_groups_of_its_own", kind="strategy"),
     Right("in_backward", kind="strategy"),
     Right("puts_back", kind="strategy"),
     Right("pauses_steps", "all_used", kind="strategy"),

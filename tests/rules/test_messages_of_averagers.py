@@ -171,9 +171,10 @@ Likely cause: left as it was: calls in which all parameters are frozen, or none 
 Expected: the bits of rank 0
 Actual: rank 1, step 0: p0 differs
 Likely cause: an average is left out if ranks are close to each other, or values small
-Expected: the mean over ranks [0, 1]: -2.86897557e-05
-Actual: rank 0, step 0, p0, index 0: -2.86897412e-05 (15 of 15 elements differ)
-Likely cause: left as it was: the values of ranks are close to each other, or small
+Expected: the mean over ranks [0, 1]: 2.86898721e-05
+Actual: rank 0, step 0, p0, index 0: 2.86898576e-05 (15 of 15 elements differ)
+Likely cause: left as it was: values are close to those of other ranks, or of the average
+    before, or small
 Expected: the mean over ranks [0, 1]: -18
 Actual: rank 0, step 10, p0, index 1: -16 (14 of 15 elements differ)
 Likely cause: left as it was: it is of a subclass of torch.nn.Parameter

@@ -9,8 +9,12 @@ from conformance.scenarios.averager import DTYPES, PLAIN
 from conformance.scenarios.averager_training import (
     ALL,
     CHANGING,
+    CHANGING_LATE,
+    LATE,
+    LONG,
     MOVED,
     NEAR_LIMIT,
+    ONE_MODEL,
     ROLLED_BACK,
     SPECIAL,
     TWO,
@@ -99,6 +103,34 @@ def test_the_model_changes_between_two_averages(change: str, before: int) -> Non
     assert min(changes) > before
     assert max(changes) <= before + 50
     assert len(changes) > 10
+
+
+def test_the_model_changes_late() -> None:
+    text = "periodic(period=4, warmup_steps=3)"
+    changes = {int(option(adapted(CHANGING_LATE, text, seed), "change")) for seed in range(20)}
+    assert min(changes) > 3 + 4 * LATE[0]
+    assert max(changes) <= 3 + 4 * (LATE[1] + 1)
+    assert len(changes) > 10
+    long = adapted(CHANGING_LATE, "periodic(period=1000)", 0)
+    assert len(long.steps) <= MAX_STEPS + 4
+
+
+def test_a_hierarchical_averager_goes_back_to_an_average_of_all_ranks() -> None:
+    text = "hierarchical(period_group_size_dict={2: 2, 6: 4}, warmup_steps=3)"
+    for seed in range(10):
+        found = adapted(ROLLED_BACK, text, seed)
+        assert int(option(found, "rolls_back_at")) % 6 == 0
+        assert int(option(found, "lost_steps")) % 2
+
+
+def test_two_moving_averages_are_of_one_model() -> None:
+    assert option(adapted(TWO, "like(EMAModelAverager, decay=0.9)", 0), ONE_MODEL)
+    assert not option(adapted(TWO, "like(DiLoCoModelAverager, period=3)", 0), ONE_MODEL)
+
+
+def test_gossip_has_more_than_one_partner_in_long_runs() -> None:
+    assert adapted(LONG, "like(GossipModelAverager, period=2)", 0).own_size == 4
+    assert not adapted(LONG, "periodic(period=2)", 0).own_size
 
 
 @pytest.mark.parametrize("claim", ["periodic(period=3)", "like(EMAModelAverager, decay=0.9)"])

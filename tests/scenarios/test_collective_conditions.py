@@ -13,7 +13,11 @@ def test_the_calls_of_a_parameter_in_words() -> None:
         "averages of contiguous matrices",
         "sums of transposed matrices",
     ]
-    assert kinds[-1] == "averages of numbers"
+    assert kinds[-3:] == [
+        "averages of tensors in channels_last",
+        "sums of numbers",
+        "averages of numbers",
+    ]
     of_gather = replace(scenario, options=("all_gather",))
-    assert kind_of_calls(of_gather, 7) == "messages of numbers"
+    assert kind_of_calls(of_gather, 9) == "messages of numbers"
     assert " to " in kind_of_calls(of_gather, 4)

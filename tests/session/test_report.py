@@ -297,7 +297,7 @@ def test_rules_that_were_not_run_are_counted_by_reason(made: Made) -> None:
     assert lines == [
         f"not run  20 rules: {', '.join(numbers[:8])}, ...: a first reason",
         f"not run  3 rules: {', '.join(numbers[20:23])}: a second reason",
-        "not run  2 more rules, for 2 other reasons",
+        "not run  2 more rules, for 2 other reasons, which report.html gives",
     ]
 
 
@@ -352,7 +352,7 @@ def test_the_first_cause_comes_first_and_the_summary_fits_a_screen(made: Made) -
     assert any(line.startswith("    40 more rules were not run because") for line in lines)
     assert sum(line.count("wrong wrong") > 0 for line in lines) == 6
     hidden = ", ".join(others[6:14])
-    assert f"  and {len(others) - 6} more rules that fail: {hidden}, ..." in lines
+    assert f"  and {len(others) - 6} more rules that fail: {hidden}, ...; see report.html" in lines
     rows = sum(1 + len(line) // 100 for line in lines)
     assert rows <= 40, "\n".join(lines)
 
@@ -376,7 +376,7 @@ def test_a_lossy_certificate_fits_a_screen(made: Made) -> None:
         f"limit   {', '.join(numbers[:3])}: a reason 0, because of its claims",
         f"limit   {', '.join(numbers[3:6])}: a reason 3, because of its claims",
         f"limit   {', '.join(numbers[6:9])}: a reason 6, because of its claims",
-        f"limit   and 21 more rules: {', '.join(numbers[9:17])}, ...",
+        f"limit   and 21 more rules: {', '.join(numbers[9:17])}, ...; report.html says why",
     ]
     assert len(lines) <= 24
 

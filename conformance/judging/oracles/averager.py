@@ -42,7 +42,7 @@ from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_loops import NEAR_KIND, OVERFLOWS, is_of_subclass
-from conformance.scenarios.averager_training import IDLE, is_given, turn
+from conformance.scenarios.averager_training import CHANGING, IDLE, is_given, turn
 from conformance.scenarios.averager_values import has_gradient, is_of_integers
 from conformance.scenarios.averaging_schedule import QUIET
 from conformance.scenarios.moved_parameters import specs_at
@@ -57,8 +57,13 @@ _LEFT = {
     "is squared; parameters are finite, and averaged as always",
     IDLE.variant: "left as it was: calls in which all parameters are frozen, or none are given, "
     "were not counted",
+    CHANGING.variant: "left as it was: the model has changed since earlier averages, and each is "
+    "of the parameters that are passed",
 }
-_LEFT_AT = {NEAR_KIND: "left as it was: the values of ranks are close to each other, or small"}
+_LEFT_AT = {
+    NEAR_KIND: "left as it was: values are close to those of other ranks, or of the average "
+    "before, or small"
+}
 SHIFTED = "the schedule is shifted, or a step was not counted or counted twice"
 
 
@@ -138,6 +143,19 @@ def require_same_gradients(run: Run, found: Found) -> None:
             "p.grad is another tensor: views of DDP's buckets, or of a flat buffer, and the "
             "optimizer's hold the old one; write into it",
         )
+
+
+def require_same_outside(run: Run, found: Found) -> None:
+    """Require that a rank outside of the group keeps its parameters, or gets an error."""
+    for rank in run.ranks:
+        for event in rank.all("outside"):
+            names = ", ".join(f"p{index}" for index in event["changed"])
+            found.require(
+                not names,
+                "parameters as they were on a rank outside of the group",
+                f"rank {rank.rank}: {names} changed",
+                "there get_world_size() is -1, and a collective does nothing",
+            )
 
 
 def require_quiet(run: Run, claims: Claims, found: Found) -> None:

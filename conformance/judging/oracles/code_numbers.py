@@ -57,6 +57,7 @@ _LARGEST_HIDDEN = 2**26  # larger ones are seeds, moduli of hashes and the like
 _COUNTED = frozenset(("steps", "sizes", "counts"))
 _LEAST_HIDDEN = 64  # smaller numbers in slices and calls are axes, counts of bits and the like
 _FEW_STEPS = 512
+_MOST_COMBINED = 4  # more numbers in one decision are a table, and their sum is no bound
 _LEAST_VALUE = 2.0**-100
 _DECIDING_CALLS = (
     "min",
@@ -241,7 +242,7 @@ def _with_combinations(values: list[float]) -> list[float]:
     numbers = dict.fromkeys(value for value in values if value <= LARGEST)
     distinct = [value for value in numbers if value >= 2 and value == int(value)]
     fractions = [value for value in numbers if value != int(value) and value >= _LEAST_VALUE]
-    if len(distinct) > 1:
+    if 1 < len(distinct) <= _MOST_COMBINED:
         for value in (math.prod(distinct), sum(distinct)):
             if value not in distinct and value <= LARGEST:
                 distinct.append(value)

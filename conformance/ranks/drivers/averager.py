@@ -36,11 +36,16 @@ from conformance.scenarios.averager import PLAIN
 from conformance.scenarios.averager_loops import is_grad_mode_off, overflow
 from conformance.scenarios.averager_training import (
     ADDED,
+    GOES_ON,
+    LOADS_FIRST,
+    ONE_MODEL,
     ROLLED,
+    START,
     is_frozen,
     is_given,
     is_idle,
     is_written_to_data,
+    option,
     rolled_back,
     turn,
 )
@@ -112,7 +117,9 @@ class AveragerDriver(RankDriver):
         if scenario.variant == "two":
             groups.append(self.twin_group)
         self.specs = specs_at(scenario, 0)
-        self.trainees = [self._make_trainee(group) for group in groups]
+        self.trainees: list[Trainee] = []
+        for group in groups:
+            self.trainees.append(self._make_trainee(group))
         first = self.trainees[0]
         self.recorder.event("averagers_made", takes_params=first.takes_params)
         if len(groups) == 2 and first.averager is self.trainees[1].averager:
@@ -135,12 +142,61 @@ class AveragerDriver(RankDriver):
                 self._step(step, kind)
             if step == resume.saves_at - 1 and not resume.resumes:
                 self._save_averager()
+        if option(scenario, GOES_ON):
+            self._go_on()
+            self._average_outside()
+
+    def _go_on(self) -> None:
+        """Make as many calls again on the ranks of the first group, and none on the others."""
+        steps = len(self.scenario.steps)
+        if self.scenario.groups and self.rank in self.scenario.groups[0]:
+            for step in range(steps, 2 * steps):
+                self._quiet_step(step)
+
+    def _average_outside(self) -> None:
+        """Make calls with the value that new_group returns on a rank outside of the group.
+
+        All ranks make them, so that a subject which takes the value for WORLD waits for nobody.
+        """
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        if not self.target().names("process_group"):
+            return
+        steps = len(self.scenario.steps)
+        self.begin_step(2 * steps, QUIET)
+        params = Probe(self.scenario.params, 0.0, self.rank).to(self.device).tensors
+        with torch.no_grad():
+            for index, parameter in enumerate(params):
+                parameter.copy_(self._values(Source("crafted", self.rank, START), index))
+        before = _copies(params)
+        raised = ""
+        activity = self.activity
+        try:
+            with self.inside("average_parameters"):
+                averager = self.make(
+                    params=lambda: list(params),
+                    averager=lambda: None,
+                    process_group=lambda: outside,
+                    rank=lambda: -1,
+                    world_size=lambda: -1,
+                )
+                for _ in range(steps):
+                    averager.average_parameters(params)
+        except Exception as error:
+            self.activity = activity
+            raised = f"{type(error).__name__}: {error}"[:300]
+        pairs = enumerate(zip(params, before, strict=True))
+        changed = [index for index, (now, kept) in pairs if not same_values(now, kept)]
+        self.recorder.event("outside", raised=raised, changed=changed)
 
     def _make_trainee(self, group: Any) -> Trainee:
         """Return a model and its averager; the model's first values are the same on all ranks."""
-        probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
+        is_second_of_model = bool(option(self.scenario, ONE_MODEL) and self.trainees)
+        if is_second_of_model:
+            params = self.trainees[0].params
+        else:
+            params = Probe(self.scenario.params, 0.0, self.rank).to(self.device).tensors
         ranks = tuple(dist.get_process_group_ranks(group))
-        trainee = self.trainee = Trainee(probe.tensors, group, ranks, ranks.index(self.rank))
+        trainee = self.trainee = Trainee(params, group, ranks, ranks.index(self.rank))
         give_subclasses(self.scenario, trainee.params)
         if self.scenario.variant in ("flat", "columns"):
             as_columns = self.scenario.variant == "columns"
@@ -154,7 +210,7 @@ class AveragerDriver(RankDriver):
                 parameter.data = view
         with torch.no_grad():
             for index, parameter in enumerate(trainee.params):
-                parameter.copy_(self._values(first_source(ranks), index))
+                parameter.copy_(self._values(self._first_source(ranks, index), index))
                 parameter.requires_grad_(not is_frozen(self.scenario, 0, index))
         trainee.averager = self.make(
             params=trainee.take_params,
@@ -170,6 +226,14 @@ class AveragerDriver(RankDriver):
             )
         trainee.kept = _copies(trainee.params)
         return trainee
+
+    def _first_source(self, ranks: tuple[int, ...], index: int) -> Source:
+        """Return the source of a parameter's first values: a frozen one keeps them."""
+        kinds = enumerate(self.scenario.steps)
+        first = next((step for step, kind in kinds if kind not in (QUIET, HELD)), 0)
+        if is_frozen(self.scenario, first, index):
+            return source(self.scenario, ranks, ranks.index(self.rank), first, index)
+        return first_source(ranks)
 
     @property
     def _names_group(self) -> bool:
@@ -236,12 +300,22 @@ class AveragerDriver(RankDriver):
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
         self.begin_step(step, QUIET)
+        if option(self.scenario, ONE_MODEL):
+            self._set_back()
         with self.inside("average_parameters"):
             self._average(step)
         changed = self._changed_from(self.trainee.kept)
         if changed:
             self.recorder.event("quiet_change", parameters=changed)
             self.trainee.kept = _copies(self.params)
+
+    @torch.no_grad()
+    def _set_back(self) -> None:
+        """Set parameters to their values after the last call of this averager: another one of the
+        same model may have had its turn.
+        """
+        for parameter, kept in zip(self.params, self.trainee.kept, strict=True):
+            parameter.copy_(kept)
 
     def _average(self, step: int) -> _Call:
         """Call the averager, in some steps as from inside ``torch.no_grad()``."""
@@ -417,7 +491,7 @@ class AveragerDriver(RankDriver):
     def _load_averager(self) -> None:
         averager = self.trainees[0].averager
         with self.doing("load_state_dict"):
-            saved = self.load()
+            saved = self.load(0 if option(self.scenario, LOADS_FIRST) else None)
             self.recorder.event("loaded", nothing=saved is None)
             if hasattr(averager, "load_state_dict"):
                 # One state may be loaded again, such as into the model of an evaluation.

@@ -46,7 +46,26 @@ class CollectiveDriver(RankDriver):
             self.begin_step(step, kind)
             self._step(step)
         if self.scenario.name == SUBGROUPS.name:
+            self._call_more_often()
             self._call_outside(len(self.scenario.steps))
+
+    def _call_more_often(self) -> None:
+        """Make calls on this rank's group while other groups make fewer, or none."""
+        for _ in range(self._place_of_group()):
+            call = self._call(0, 0)
+            if "feedback" in self.scenario.options:
+                call.function = self._make_collective()
+            else:
+                self._prepare(0, [call])
+            with self.inside(self.scenario.options[0]):
+                call.begin()
+                call.wait()
+            self.collectives.take_sent()
+
+    def _place_of_group(self) -> int:
+        """Return the place of this rank's group among the groups of the scenario."""
+        places = (n for n, group in enumerate(self.scenario.groups) if self.rank in group)
+        return next(places, 0)
 
     def _call_outside(self, number: int) -> None:
         """Make each call with the value that new_group returns on ranks outside of a group.

@@ -118,6 +118,7 @@ class StrategyDriver(RankDriver):
             )
         if self.scenario.variant == AFTER_WORLD.variant:
             places = self._train_on_world()
+            self.recorder.event("made", objects=1)
             self._make_model(
                 made_in_place(Probe, places[0]), made_in_place(DistributedDataParallel, places[1])
             )
@@ -198,6 +199,8 @@ class StrategyDriver(RankDriver):
             if isinstance(self.probe, BufferedProbe):
                 self.probe.clear_buffers()
             self.model = self._in_ddp(self.probe, next_group)
+            # A strategy may make something for each model, or for its group.
+            self.recorder.event("made", objects=1)
 
     def _run_two(self) -> None:
         """Train two models whose micro-batches alternate; even steps are those of the first."""

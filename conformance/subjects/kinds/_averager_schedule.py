@@ -12,6 +12,7 @@ from conformance.scenarios.averager import (
     INTEGERS,
     RESUMED,
     SAVED,
+    SUBGROUPS,
     large_integers,
 )
 from conformance.scenarios.averager_loops import (
@@ -26,13 +27,18 @@ from conformance.scenarios.averager_loops import (
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     CHANGING,
+    CHANGING_LATE,
     DRIFTING,
+    GOES_ON,
     IDLE,
     LARGE,
+    LATE,
+    LOADS_FIRST,
     LONG,
     LONG_STEPS,
     MOVED,
     NEAR_LIMIT,
+    ONE_MODEL,
     RESUMED_EARLY,
     ROLLED_BACK,
     ROLLED_TO_START,
@@ -157,16 +163,24 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         case IDLE.name:
             return idle(scenario, schedule, draw, between_only=is_stateful(options))
         case TWO.name:
+            if _is_like(options, "EMA"):
+                # It leaves the parameters as they are: one model may have several.
+                scenario = with_option(scenario, ONE_MODEL, True)
             return _take_turns(scenario, schedule, draw)
         case TWO_GROUPS.name:
             scenario = _take_groups(scenario, options, draw)
             return _take_turns(scenario, schedule, draw)
         case CHANGING.name:
             return _change(scenario, schedule, draw)
+        case CHANGING_LATE.name:
+            return _change(scenario, schedule, draw, after=LATE)
         case MOVED.name:
             return _move(scenario, schedule, draw, options)
         case LONG.name:
             kinds = scenario.steps[:1] * draw.randint(*LONG_STEPS)
+            if _is_like(options, "Gossip"):
+                # Two ranks have one partner each.
+                scenario = replace(scenario, size=4)
             return replace(scenario, steps=lengthened(kinds, schedule))
         case DRIFTING.name:
             return _drift(scenario, schedule, draw)
@@ -175,6 +189,9 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             return _save(scenario, schedule, draw.choice(_between_averages(schedule)))
         case SAVED_EARLY.name | RESUMED_EARLY.name:
             draw = random.Random(f"{scenario.session_seed}/saved early")
+            if "like" not in options:
+                # Means need no state that differs among ranks: rank 0 may write the checkpoint.
+                scenario = with_option(scenario, LOADS_FIRST, True)
             return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
         case ROLLED_BACK.name:
             return _roll_back(scenario, schedule, draw)
@@ -192,6 +209,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         # Random values of so many elements take long: only averages have them.
         steps = lengthened(scenario.steps, schedule, alone=True)
         return replace(scenario, params=(*scenario.params, *two_large(draw)), steps=steps)
+    if scenario.name == SUBGROUPS.name and "world_only" not in options:
+        scenario = with_option(scenario, GOES_ON, True)
     if scenario.name == FORMS.name:
         scenario = freezes_any(scenario, draw)
     if scenario.name == FLAT.name and not options.get("like"):
@@ -259,14 +278,19 @@ def _change_dtypes(scenario: Scenario, schedule: Schedule) -> Scenario:
     )
 
 
+def _is_like(options: Mapping[str, Any], name: str | tuple[str, ...]) -> bool:
+    """Whether the averager claims to be like a reference whose name begins so."""
+    return "like" in options and str(options["like"]["reference"]).startswith(name)
+
+
 def is_stateful(options: Mapping[str, Any]) -> bool:
     """Whether the averager claims to be like a reference that remembers earlier averages."""
-    return "like" in options and str(options["like"]["reference"]).startswith(_STATEFUL)
+    return _is_like(options, _STATEFUL)
 
 
 def _remembers_means(options: Mapping[str, Any]) -> bool:
     """Whether results are means, or averages of means, so that these have no larger magnitude."""
-    return not is_stateful(options) or str(options["like"]["reference"]).startswith("EMA")
+    return not is_stateful(options) or _is_like(options, "EMA")
 
 
 # The first outer step goes beyond the mean by this factor at most, so that it stays in the range
@@ -348,12 +372,21 @@ def _probe(scenario: Scenario, schedule: Schedule) -> Scenario:
     return replace(scenario, steps=lengthened(scenario.steps[:1] * (last + 1), schedule))
 
 
-def _change(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
-    """Change the model at a drawn step between the first two averages, between the next two, and
-    once more between the next two.
+def _change(
+    scenario: Scenario,
+    schedule: Schedule,
+    draw: random.Random,
+    after: tuple[int, int] = (0, 0),
+) -> Scenario:
+    """Change the model at a drawn step between two averages, between the next two, and once more
+    between the next two.
+
+    Args:
+        after: the least and the largest number of averages before the first two, if they fit.
     """
     period = max(schedule.periods)
-    first = schedule.first(period)
+    fitting = (MAX_STEPS // 2 - schedule.first(period)) // period - 4
+    first = schedule.first(period) + min(draw.randint(*after), max(0, fitting)) * period
     names = ("change", "addition", "removal")
     drawn = [
         draw.randint(first + number * period + 1, first + (number + 1) * period)
@@ -433,9 +466,13 @@ def _save(scenario: Scenario, schedule: Schedule, saves_at: int) -> Scenario:
 def _roll_back(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
     """Roll back between the first two averages, after steps with an average among them.
 
-    A count of steps that is not rolled back shows.
+    A count of steps that is not rolled back shows. If there are several periods, the next step has
+    the average of the longest one.
     """
     saves_at = draw.choice(_between_averages(schedule))
+    if len(schedule.periods) > 1:
+        longest = max(schedule.periods)
+        saves_at = schedule.next(longest, schedule.first(longest) + 1)
     period = min(schedule.periods)
     numbers = [number for number in range(period + 1, 2 * period) if number % period]
     lost = draw.choice(numbers or [1, 2, 3])
