@@ -4,7 +4,7 @@ Assign the rule to a name of the section's file: pytest collects the rules among
 """
 
 from conformance.judging.oracles.failure import require_raised
-from conformance.judging.oracles.kept import require_nothing_kept
+from conformance.judging.oracles.kept import require_models_gone, require_nothing_kept
 from conformance.judging.rule import Rule, WorldSizes, rule
 from conformance.judging.side_effects import require_no_side_effects
 from conformance.judging.verdict import Found
@@ -277,8 +277,12 @@ def _keeps_no_more(run: Run, claims: Claims, found: Found) -> None:
     Caches have two thirds of the run to fill. After that each count may rise for good once: an
     object in every k-th of n steps is found for k up to 3 n / 10, and growth that begins late
     (``judging/oracles/kept.py``).
+
+    Of averagers: after the run eight further models come one after another, each with an averager
+    that is called until it has averaged once. When all have gone, at most the last one may be kept.
     """
     require_nothing_kept(run, found)
+    require_models_gone(run, found)
 
 
 def raises_if_collective_fails(

@@ -22,6 +22,8 @@ ONE_MODEL = "one_model"
 LOADS_FIRST = "loads_first"
 # The ranks of the first group make more calls than the others; then come calls outside of a group.
 GOES_ON = "goes_on"
+# After the steps other models come in turn, each with an averager that is called so often.
+MODELS_COME = "models_come"
 # Values of steps that are rolled back are those of so many steps later.
 ROLLED = 200_003
 
@@ -202,7 +204,7 @@ LONG = replace(
     PLAIN,
     name="averager_long",
     summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps; every other rank has "
-    "another hash seed",
+    "another hash seed; then eight further models come one after another",
     params=(Param((3,)), Param((2, 2)), Param((5,)), Param((2, 3))),
     world_sizes=(2,),
     hash_seeds_differ=True,

@@ -1,4 +1,8 @@
-"""Mutants of section 14: what one rank or one group does alone, and what has hardly moved."""
+"""Mutants of section 14: what one rank or one group does alone, what has hardly moved, and models
+that stay in memory.
+"""
+
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +56,29 @@ class AddsUpItsShare(Averager):
         self.place = saved["place"]
 
 
+_plans: dict[Any, Any] = {}
+
+
+class KeepsPlansForGood(Averager):
+    """Keep a plan for each model in the module, with the parameters as its key."""
+
+    def chosen(self, params):
+        listed = super().chosen(params)
+        return _plans.setdefault(tuple(listed), listed)
+
+
+class KeepsEveryModel(Averager):
+    """Keep the objects of all models in a class attribute, for statistics."""
+
+    every: ClassVar[list[Any]] = []
+
+    def average(self, params):
+        if self not in self.every:
+            self.every.append(self)
+        self.listed = params
+        super().average(params)
+
+
 class ComparesNarrow(Averager):
     """Average what has moved since the last average, as ``dtype`` shows it."""
 
@@ -94,6 +121,8 @@ MUTANTS = [
     Mutant(f"MeetsInWorld,{AT}", ("14.6",), hangs=True, **OF),
     Mutant(f"DividesByMinusOne,{AT}", ("14.6",), **OF),
     Mutant(f"AddsUpItsShare,{AT}", ("14.19",), **OF),
+    Mutant(f"KeepsPlansForGood,{AT}", ("14.23",), **OF),
+    Mutant(f"KeepsEveryModel,{AT}", ("14.23",), **OF),
     Mutant(f"ComparesNarrow,{AT}", ("14.3",), **OF),
     Mutant(f"ComparesNarrow,{AT},dtype=float16", ("14.3",), **OF),
     Mutant(f"SkipsSmallSteps,{AT}", ("14.3",), **OF),

@@ -5,14 +5,29 @@ import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants.averagers import Averager
-from tests.mutants.averagers_like import EMA, OF, Ema
+from tests.mutants.averagers_like import EMA, OF, Ema, _Applied
 
 
 class EmaByPlaceOfTrained(Ema):
     """Keep averages by the place among the trained parameters, which another parameter takes."""
 
+    trained = frozenset()
+
     def chosen(self, params):
         return [parameter for parameter in super().chosen(params) if parameter.requires_grad]
+
+    def _update(self, params):
+        super()._update(params)
+        self.trained = frozenset(params)
+
+    def averaged(self, params):
+        """Return the parameters of the last average; they may be frozen for an evaluation."""
+        if not self.trained:
+            return self.chosen(params)
+        return [parameter for parameter in super().chosen(params) if parameter in self.trained]
+
+    def applied(self, params):
+        return _Applied(self.averaged(params), self.average)
 
 
 class EmaInOneBuffer(EmaByPlaceOfTrained):
@@ -27,15 +42,15 @@ class EmaInOneBuffer(EmaByPlaceOfTrained):
             self.flat = flat
         else:
             self.flat = self.moved(self.flat, flat)
+        self.trained = frozenset(params)
 
     def applied(self, params):
         if self.flat is None:
             raise RuntimeError("no average yet")
-        chosen = self.chosen(params)
+        chosen = self.averaged(params)
         parts = self.flat.split([parameter.numel() for parameter in chosen])
         pairs = zip(parts, chosen, strict=True)
-        self.average = [part.view(parameter.shape) for part, parameter in pairs]
-        return super().applied(params)
+        return _Applied(chosen, [part.view(parameter.shape) for part, parameter in pairs])
 
     def state_dict(self):
         return {"step": self.step, "flat": None if self.flat is None else self.flat.clone()}

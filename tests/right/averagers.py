@@ -461,8 +461,8 @@ class CountsFirst:
 
     def average_parameters(self, params):
         self.num_steps += 1
-        if self.num_steps % self.local_sgd_steps:
-            return
+        if self.num_steps % self.local_sgd_steps or dist.get_rank(self.group) < 0:
+            return  # no average is due, or this rank is outside of the group
         for parameter in dict.fromkeys(_each(params)):
             if parameter.requires_grad:
                 mean = (parameter.detach() / dist.get_world_size(self.group)).contiguous()

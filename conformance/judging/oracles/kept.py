@@ -67,6 +67,20 @@ def require_nothing_kept(run: Run, found: Found) -> None:
         _require_steady_memory(rank, found)
 
 
+def require_models_gone(run: Run, found: Found) -> None:
+    """Require that models which have gone are not in memory, but for the last one."""
+    for rank in run.ranks:
+        for event in rank.all("models"):
+            alive, made = event["alive"], event["made"]
+            found.require(
+                alive <= 1,
+                "one model that is kept at most",
+                f"rank {rank.rank}: {alive} of {made} models that have gone are still in memory",
+                "a cache of a module or a class holds their parameters, as functools.lru_cache "
+                "does: keep it in the object, or hold them weakly",
+            )
+
+
 def _rises(values: list[int]) -> list[int]:
     """Return the places after the first third at which a count is larger for good."""
     return [

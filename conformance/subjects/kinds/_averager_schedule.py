@@ -36,6 +36,7 @@ from conformance.scenarios.averager_training import (
     LOADS_FIRST,
     LONG,
     LONG_STEPS,
+    MODELS_COME,
     MOVED,
     NEAR_LIMIT,
     ONE_MODEL,
@@ -66,6 +67,7 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator, shared_generator
 from conformance.subjects.target import parse_target
 
+_MOST_CALLS = 400  # of the averager of each further model
 _STATEFUL = ("DiLoCoModelAverager", "OuterStepModelAverager", "EMAModelAverager")
 
 
@@ -181,7 +183,11 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             if _is_like(options, "Gossip"):
                 # Two ranks have one partner each.
                 scenario = replace(scenario, size=4)
-            return replace(scenario, steps=lengthened(kinds, schedule))
+            scenario = replace(scenario, steps=lengthened(kinds, schedule))
+            first = schedule.first(min(schedule.periods))
+            return (
+                with_option(scenario, MODELS_COME, first + 1) if first < _MOST_CALLS else scenario
+            )
         case DRIFTING.name:
             return _drift(scenario, schedule, draw)
         case SAVED.name | RESUMED.name:

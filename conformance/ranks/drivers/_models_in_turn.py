@@ -1,0 +1,27 @@
+"""Models that come one after another in a process, as in a sweep: how many stay when they have
+gone.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+MODELS = 8
+
+
+def count_models(train: Callable[[], Iterable[torch.Tensor]]) -> dict[str, int]:
+    """Train some models in turn, and count those that are still in memory.
+
+    Args:
+        train: makes a model, trains it, drops it and whatever was made for it, and returns its
+            parameters.
+
+    Returns:
+        The number of models that were made, and of those with a parameter that is alive.
+    """
+    gone = [[weakref.ref(parameter) for parameter in train()] for _ in range(MODELS)]
+    gc.collect()
+    alive = sum(any(ref() is not None for ref in parameters) for parameters in gone)
+    return {"made": MODELS, "alive": alive}
