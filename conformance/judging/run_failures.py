@@ -27,6 +27,11 @@ _SECONDARY = (
     "connection refused",
 )
 
+# The text of a wait on the store that ends at its deadline. In the kit's own code a rank waits for
+# ranks that the subject holds up.
+_STORE_WAITED = "wait timeout"
+_KIT_WAITED = 2
+
 # Activities of a rank (``where`` in its record of an error) in which an error is no refusal: work
 # of the kit, of DDP or of the model, and calls of the subject beside its set-up and its steps.
 _NO_REFUSAL = {
@@ -135,9 +140,16 @@ class FailedRun:
 
 @dataclass
 class _RankFailure:
-    """The failure of one rank by itself."""
+    """The failure of one rank by itself.
 
-    secondary: bool
+    Attributes:
+        follows: 0 if nothing says that it follows from the failure of another rank, 1 if its words
+            do, and 2 if the kit has waited for other ranks in vain.
+        time: at which it was noted.
+        kind, line: those of the run's failure, if this is its cause.
+    """
+
+    follows: int
     time: float
     kind: str
     line: str
@@ -176,13 +188,13 @@ def _kind_and_line(run: Run) -> tuple[str, str]:
             f"rank {worst.rank} printed more than {size}{_during(worst)} and was stopped",
         )
     failures = [failure for rank in run.ranks if (failure := _rank_failure(rank))]
-    first = min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
+    first = min(failures, key=lambda failure: (failure.follows, failure.time), default=None)
     if _is_before_the_subject(run):
         line = first.line if first else "each was killed at its deadline"
         return "machine", f"no rank came as far as the subject: {line}"
-    if first:
-        return first.kind, first.line
     waiting = [rank for rank in run.ranks if rank.evidence.get("killed")]
+    if first and not (waiting and first.follows == _KIT_WAITED):
+        return first.kind, first.line
     if waiting:
         return "hang", _hang(run, waiting)
     return "died", "ranks ended without a complete record"
@@ -264,13 +276,15 @@ def _rank_failure(rank: RankRecord) -> _RankFailure | None:
     if error:
         text = f"{error['type']}: {error['message']}".strip().removesuffix(":")
         kind, line = _kind_and_line_of_error(rank, error, text)
-        return _RankFailure(_is_secondary(text), error["time"], kind, line)
+        has_waited = error["where"] == "kit" and _STORE_WAITED in text.lower()
+        follows = _KIT_WAITED if has_waited else int(_is_secondary(text))
+        return _RankFailure(follows, error["time"], kind, line)
     if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
         how = f"exit status {rank.exit}"
         if rank.exit < 0:
             how = f"signal {signal.Signals(-rank.exit).name}"
         line = f"rank {rank.rank} died ({how}){_during(rank)}"
-        return _RankFailure(False, rank.evidence.get("died") or 0.0, "died", line)
+        return _RankFailure(0, rank.evidence.get("died") or 0.0, "died", line)
     return None
 
 

@@ -18,9 +18,9 @@ from conformance.scenarios.model import Param, Scenario
 
 MIXED = "mixed"
 _POISON = ("nan", "infinite")
-# Inputs and outputs; an empty text is the layout of the inputs.
-# The least and the largest numbers of channels, rows and columns of a weight.
+# The least and the largest extent of each dimension of a convolution's weight.
 _IMAGES = ((3, 5), (2, 4), (3, 5), (3, 5))
+# Inputs and outputs; an empty text is the layout of the inputs.
 _LAYOUTS = (
     ("columns", ""),
     ("columns", "transposed"),

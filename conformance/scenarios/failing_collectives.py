@@ -130,15 +130,15 @@ _WAIT_FAILS = "waited"
 FUTURE_FAILS = "collective_future_fails"
 ASYNCHRONOUS = (
     replace(
-        _work_fails(collective.PLAIN, FUTURE_FAILS, _WAIT_FAILS)[0],
-        summary="the same, and the trainer waits for the futures of calls, if they have any",
-        order="rank0_first",
-    ),
-    replace(
         _work_fails(collective.PLAIN, "collective_wait_fails", _WAIT_FAILS)[0],
         summary="async_op=True, two calls at a time, of a drawn size; from a drawn step on, wait() "
         "for a drawn collective raises on rank 1",
         # Rank 0 goes first, so that it can refuse async_op=True.
+        order="rank0_first",
+    ),
+    replace(
+        _work_fails(collective.PLAIN, FUTURE_FAILS, _WAIT_FAILS)[0],
+        summary="the same, and the trainer waits for the futures of calls, if they have any",
         order="rank0_first",
     ),
     replace(

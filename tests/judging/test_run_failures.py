@@ -171,6 +171,22 @@ Likely cause: a rank makes a process group: new_group waits for all ranks of WOR
     )
 
 
+def test_a_wait_of_the_kit_follows_from_what_others_do() -> None:
+    """It is not the cause if another rank hangs, or has an error of its own."""
+    call = event("enters", 2, what="all_gather")
+    hangs = RankRecord(1, [call], evidence={"killed": True, "stacks": ""})
+    closed = raised("all_gather", "RuntimeError", "Connection closed by peer", 2)
+    waited = raised("kit", "RuntimeError", "Wait timeout")
+    lines = [
+        failure(waited, hangs, stopped="hang").line,
+        failure(waited, closed).line,
+        failure(waited).line,
+    ]
+    assert "rank 1 inside all_gather" in lines[0]
+    assert "Connection closed by peer" in lines[1]
+    assert lines[2].endswith("Wait timeout (in the kit's own code, step 1)")
+
+
 def test_failures_outside_the_ranks_are_described() -> None:
     printed = RankRecord(0, [event("step", 2)], evidence={"printed": 3 << 20, "killed": True})
     unwritten = RankRecord(0, exit=KIT_FAILED, evidence={"output": "no space left"})

@@ -32,6 +32,7 @@ NO_SENTENCES = {
     "not simulated",
     "root logger",
     "timed out waiting",
+    "wait timeout",
 }
 
 

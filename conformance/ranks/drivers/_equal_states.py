@@ -1,6 +1,6 @@
 """Compare values of tensors, and states that hold them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,17 @@ import torch
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same values; NaN is equal to NaN."""
     return torch.equal(one, other) or torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def changed_values(tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
+    """Return the indices of the tensors whose values are others than before."""
+    pairs = enumerate(zip(tensors, before, strict=True))
+    return [index for index, (now, kept) in pairs if not same_values(now, kept)]
 
 
 def same_state(one: Any, other: Any) -> bool:

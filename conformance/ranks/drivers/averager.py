@@ -1,8 +1,8 @@
 """The driver of averagers: sets parameters, has them averaged, and records them."""
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -11,16 +11,9 @@ import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers._equal_states import same_state, same_values
-from conformance.ranks.drivers._evaluation_ends import (
-    ENDS,
-    FROZEN,
-    NESTS,
-    Cancelled,
-    EvaluationError,
-    Exits,
-    Interrupted,
-)
+from conformance.ranks.drivers._equal_states import changed_values, copies
+from conformance.ranks.drivers._evaluated_averages import EvaluatedAverages
+from conformance.ranks.drivers._evaluation_ends import ENDS, FROZEN, NESTS
 from conformance.ranks.drivers._given_parameters import (
     Given,
     Parameters,
@@ -181,7 +174,7 @@ class AveragerDriver(RankDriver):
         with torch.no_grad():
             for index, parameter in enumerate(params):
                 parameter.copy_(self._values(Source("crafted", self.rank, START), index))
-        before = _copies(params)
+        before = copies(params)
         raised = ""
         activity = self.activity
         try:
@@ -198,8 +191,7 @@ class AveragerDriver(RankDriver):
         except Exception as error:
             self.activity = activity
             raised = f"{type(error).__name__}: {error}"[:300]
-        pairs = enumerate(zip(params, before, strict=True))
-        changed = [index for index, (now, kept) in pairs if not same_values(now, kept)]
+        changed = changed_values(params, before)
         self.recorder.event("outside", raised=raised, changed=changed)
 
     def _make_trainee(self, group: Any) -> Trainee:
@@ -238,7 +230,7 @@ class AveragerDriver(RankDriver):
                 "an averager has a method average_parameters(params); "
                 f"{type(trainee.averager).__name__} has none"
             )
-        trainee.kept = _copies(trainee.params)
+        trainee.kept = copies(trainee.params)
         return trainee
 
     def _first_source(self, ranks: tuple[int, ...], index: int) -> Source:
@@ -297,7 +289,7 @@ class AveragerDriver(RankDriver):
         )
         if self.trainee.buffers and self.trainee.buffers.gaps_changed():
             self.recorder.event("gap_change")
-        self.trainee.kept = _copies(self.params)
+        self.trainee.kept = copies(self.params)
         if self.scenario.variant == "changing":
             # A parameter that was added has no average yet.
             if not is_given(self.scenario, step, ADDED):
@@ -318,10 +310,10 @@ class AveragerDriver(RankDriver):
             self._set_back()
         with self.inside("average_parameters"):
             self._average(step)
-        changed = self._changed_from(self.trainee.kept)
+        changed = changed_values(self.params, self.trainee.kept)
         if changed:
             self.recorder.event("quiet_change", parameters=changed)
-            self.trainee.kept = _copies(self.params)
+            self.trainee.kept = copies(self.params)
 
     @torch.no_grad()
     def _set_back(self) -> None:
@@ -401,91 +393,8 @@ class AveragerDriver(RankDriver):
         nests: bool,
         given: Iterable[Any] | None = None,
     ) -> None:
-        """Record the parameters with which the averager would have a model evaluated.
-
-        Args:
-            end: the exception that ends the evaluation, if one does.
-            name: of the recorded tensors.
-            nests: evaluate once more inside the evaluation.
-            given: the parameters in another form than a list, which the averager may refuse.
-        """
-        applied = getattr(self.trainee.averager, "applied", None)
-        if not callable(applied):
-            return  # it evaluates with the parameters themselves
-        has_begun = False
-        before = _copies(self.params)
-        gradients = self._gradients()
-        state = self._state_of_averager()
-        is_same_state = True
-        is_swallowed = False
-        activity = self.activity
-        try:
-            params = self._first_given() if given is None else given
-            with self.doing("applied"), applied(params):
-                has_begun = True
-                for index, parameter in enumerate(self.params):
-                    self.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
-                # The best checkpoint is saved while it is evaluated.
-                is_same_state = same_state(self._state_of_averager(), state)
-                if nests:
-                    self._nest(applied)
-                if end:
-                    is_swallowed = True
-                    raise end("this evaluation failed")
-        except (EvaluationError, Interrupted, Cancelled, Exits):
-            is_swallowed = False
-            self.activity = activity
-        except Exception as error:
-            # It may not swallow a collective of its own, which the kit has let fail.
-            if has_begun or self.failing.has_failed:
-                raise
-            self.activity = activity
-            if given is not None:
-                self._keep_evaluated(end, name, nests=nests)
-                return
-            # There may be no average yet. If the reference has one, the rule says that none came.
-            text = f"{type(error).__name__}: {str(error)[:200]}"
-            self.recorder.event("not_applied", error=text)
-            return
-        pairs = enumerate(zip(self._gradients(), gradients, strict=True))
-        self.recorder.event(
-            "evaluated",
-            failed=bool(end),
-            swallowed=end.__name__ if end and is_swallowed else "",
-            nests=nests,
-            changed=self._changed_from(before),
-            changed_gradients=[index for index, (now, kept) in pairs if now != kept],
-            same_state=is_same_state,
-        )
-
-    def _nest(self, applied: Callable[..., AbstractContextManager[Any]]) -> None:
-        """Evaluate inside an evaluation, and record the parameters that are no averages then."""
-        averages = _copies(self.params)
-        try:
-            with applied(self.params):
-                inside = self._changed_from(averages)
-        except Exception as error:
-            # The averager may refuse to nest.
-            self.recorder.event("not_nested", error=f"{type(error).__name__}: {str(error)[:200]}")
-            return
-        self.recorder.event("nested", inside=inside, after=self._changed_from(averages))
-
-    def _changed_from(self, before: list[torch.Tensor]) -> list[int]:
-        """Return the indices of the parameters whose values are others than before."""
-        pairs = enumerate(zip(self.params, before, strict=True))
-        return [index for index, (now, kept) in pairs if not same_values(now, kept)]
-
-    def _gradients(self) -> list[tuple[bool, str | None]]:
-        """Return for each parameter whether it requires a gradient, and a digest of the one that it
-        has.
-        """
-        digests = self._gradient_digests()
-        return [(p.requires_grad, one) for p, one in zip(self.params, digests, strict=True)]
-
-    def _state_of_averager(self) -> Any:
-        """Return a copy of the averager's state_dict(); None if it has none."""
-        averager = self.trainee.averager
-        return copy.deepcopy(averager.state_dict()) if hasattr(averager, "state_dict") else None
+        averages = EvaluatedAverages(self, self.trainee.averager, self.params, self._first_given())
+        averages.keep(end, name, nests=nests, form=given)
 
     def _save_averager(self) -> None:
         averager = self.trainee.averager
@@ -556,7 +465,3 @@ class AveragerDriver(RankDriver):
         with self.doing("load_state_dict"):
             averager.load_state_dict(torch.load(saved, weights_only=False))
         self.trainee.was_loaded = True
-
-
-def _copies(params: Parameters) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in params]
