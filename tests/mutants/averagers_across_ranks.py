@@ -20,7 +20,7 @@ class MeetsInWorld(Averager):
 
 
 class DividesByMinusOne(Averager):
-    """Divide by the size of the group, which is -1 outside of it; collectives do nothing there."""
+    """Divide by ``get_world_size()``: on ranks outside it is -1, and collectives do nothing."""
 
     def average_one(self, parameter):
         mean = parameter.div(dist.get_world_size(self.group)).contiguous()
@@ -100,7 +100,7 @@ class ComparesNarrow(Averager):
 
 
 class SkipsSmallSteps(ComparesNarrow):
-    """Average parameters whose largest element has moved by more than 2 ** -10 of it."""
+    """Leave out parameters with changes below 2 ** -10 of their largest element."""
 
     def average_one(self, parameter):
         before = self.seen.get(parameter)

@@ -35,7 +35,7 @@ class TrustsItsCount(Averager):
 
 
 class EmaInTheParameter(Ema):
-    """Keep averages in attributes of the parameters, which other averages of the model share."""
+    """Keep averages in attributes of the parameters: two averages of a model share them."""
 
     was_loaded = True
 

@@ -56,7 +56,7 @@ class KeepsOwnSumsOfColumns(KeepsOwnSums):
 
 
 def future_reads_nothing(func: Made, qtype: str) -> Made:
-    """Write the outputs in a callback of the collective's future, which never reads the result."""
+    """Write the outputs in a callback that never reads the collective's result."""
 
     def called(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         pending: Pending = right(func)(*args, async_op=True, **kwargs)
