@@ -279,7 +279,8 @@ def _keeps_no_more(run: Run, claims: Claims, found: Found) -> None:
     (``judging/oracles/kept.py``).
 
     Of averagers: after the run eight further models come one after another, each with an averager
-    that is called until it has averaged once. When all have gone, at most the last one may be kept.
+    that is called until it has averaged once. When all have gone, at most the last one may be kept,
+    unless each averager has started a thread.
     """
     require_nothing_kept(run, found)
     require_models_gone(run, found)

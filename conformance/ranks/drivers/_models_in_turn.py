@@ -3,6 +3,7 @@ gone.
 """
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -19,9 +20,11 @@ def count_models(train: Callable[[], Iterable[torch.Tensor]]) -> dict[str, int]:
             parameters.
 
     Returns:
-        The number of models that were made, and of those with a parameter that is alive.
+        The number of models that were made, of those with a parameter that is alive, and of the
+        threads that were started and have not ended.
     """
+    threads = threading.active_count()
     gone = [[weakref.ref(parameter) for parameter in train()] for _ in range(MODELS)]
     gc.collect()
     alive = sum(any(ref() is not None for ref in parameters) for parameters in gone)
-    return {"made": MODELS, "alive": alive}
+    return {"made": MODELS, "alive": alive, "threads": threading.active_count() - threads}

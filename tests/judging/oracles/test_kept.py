@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from conformance.judging.oracles.kept import require_nothing_kept
+from conformance.judging.oracles.kept import require_models_gone, require_nothing_kept
 from conformance.judging.verdict import Found, Verdict
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
@@ -39,6 +39,26 @@ def test_an_object_in_every_so_many_steps_is_growth(name: str, period: int) -> N
 @pytest.mark.parametrize("begin", [150, 250, 375])
 def test_growth_may_begin_late(begin: int) -> None:
     assert judged(entries=lambda step: max(0, step - begin)) is Verdict.FAIL
+
+
+def of_models(alive: int, threads: int = 0) -> Found:
+    """Return what is found if so many of eight models stay, and so many threads."""
+    models = event("models", STEPS, made=8, alive=alive, threads=threads)
+    found = Found()
+    require_models_gone(Run(LONG, 1, [RankRecord(0, [models], exit=0)]), found)
+    return found
+
+
+def test_the_last_model_may_stay() -> None:
+    assert of_models(0).verdict() is of_models(1).verdict() is Verdict.PASS
+    assert of_models(2).verdict() is Verdict.FAIL
+    assert of_models(8, threads=7).verdict() is Verdict.FAIL
+
+
+def test_models_of_averagers_with_threads_may_stay() -> None:
+    found = of_models(8, threads=8)
+    assert not found.failures
+    assert found.notes == ["each averager has a thread, which keeps its model in memory"]
 
 
 def test_what_fills_or_comes_and_goes_is_no_growth() -> None:
