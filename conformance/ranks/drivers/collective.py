@@ -52,15 +52,7 @@ class CollectiveDriver(RankDriver):
     def _call_more_often(self) -> None:
         """Make calls on this rank's group while other groups make fewer, or none."""
         for _ in range(self._place_of_group()):
-            call = self._call(0, 0)
-            if "feedback" in self.scenario.options:
-                call.function = self._make_collective()
-            else:
-                self._prepare(0, [call])
-            with self.inside(self.scenario.options[0]):
-                call.begin()
-                call.wait()
-            self.collectives.take_sent()
+            self._call_unjudged()
 
     def _place_of_group(self) -> int:
         """Return the place of this rank's group among the groups of the scenario."""
@@ -195,6 +187,11 @@ class CollectiveDriver(RankDriver):
         own = self.group, self.group_rank, self.size
         self._enter_world()
         self.begin_step(0, self.scenario.steps[0])
+        self._call_unjudged()
+        self.group, self.group_rank, self.size = own
+
+    def _call_unjudged(self) -> None:
+        """Make one call whose arrivals are not judged."""
         call = self._call(0, 0)
         if "feedback" in self.scenario.options:
             # The error of this call must not be added to the next message.
@@ -205,7 +202,6 @@ class CollectiveDriver(RankDriver):
             call.begin()
             call.wait()
         self.collectives.take_sent()
-        self.group, self.group_rank, self.size = own
 
     def _call(self, step: int, index: int) -> CollectiveCall:
         return CollectiveCall(self, step, index, self._tensors_of_calls)

@@ -117,11 +117,7 @@ class StrategyDriver(RankDriver):
                 f"this is {described(self.strategy)}"
             )
         if self.scenario.variant == AFTER_WORLD.variant:
-            places = self._train_on_world()
-            self.recorder.event("made", objects=1)
-            self._make_model(
-                made_in_place(Probe, places[0]), made_in_place(DistributedDataParallel, places[1])
-            )
+            self._make_model(*self._train_on_world())
         elif self.scenario.twin_groups:
             self._rewrap()
         else:
@@ -159,11 +155,11 @@ class StrategyDriver(RankDriver):
             return target.make(context)
         return super()._made(target, context)
 
-    def _train_on_world(self) -> tuple[int, int]:
+    def _train_on_world(self) -> tuple[Probe, DistributedDataParallel]:
         """Train another model on WORLD; its gradients are not judged.
 
         Returns:
-            The places in memory of the model, which is gone, without DDP and with it.
+            Empty objects in the memory of that model, which is gone: without DDP and with it.
         """
         self._make_model(group=torch.distributed.group.WORLD)
         self._train_unjudged()
@@ -171,12 +167,14 @@ class StrategyDriver(RankDriver):
         del self.probe, self.model, self.params, self.optimizers, self.every_optimizer, self.own
         # Nothing but the subject keeps the model.
         gc.collect()
-        return places
+        return made_in_place(Probe, places[0]), made_in_place(DistributedDataParallel, places[1])
 
     def _train_unjudged(self) -> None:
         """Train a step whose gradients are not judged."""
         kind = self.scenario.steps[0]
         self.begin_step(0, kind)
+        # A strategy may make something for each model, or for its group.
+        self.recorder.event("made", objects=1)
         self.model.zero_grad()
         number = batches(self.scenario, 0)
         for batch in range(number):
@@ -199,8 +197,6 @@ class StrategyDriver(RankDriver):
             if isinstance(self.probe, BufferedProbe):
                 self.probe.clear_buffers()
             self.model = self._in_ddp(self.probe, next_group)
-            # A strategy may make something for each model, or for its group.
-            self.recorder.event("made", objects=1)
 
     def _run_two(self) -> None:
         """Train two models whose micro-batches alternate; even steps are those of the first."""
