@@ -25,7 +25,7 @@ from conformance.judging.oracles.collective_training import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.collective import SUBGROUPS
+from conformance.scenarios.collective import OF_UNEVEN_SIZES, SUBGROUPS
 from conformance.scenarios.collective_conditions import MIXED_CALLS, kind_of_calls
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
@@ -80,13 +80,15 @@ def large(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     source="the definition of the claimed format; IEEE 754; Karimireddy et al., ICML 2019: error "
     "feedback",
-    remedy="a scale of 0, or one that is kept above a fixed number; a NaN in an error or a scale "
-    "that is kept for the next call; nan_to_num, or a conversion to integers, which loses NaN",
+    remedy="a scale of 0, or one that is kept above a fixed number; a zero point that is cut off "
+    "at the ends of the format if all values of a block have one sign; a NaN in an error or a "
+    "scale that is kept for the next call; nan_to_num, or a conversion to integers, which loses "
+    "NaN",
 )
 def recovery(run: Run, claims: Claims, found: Found) -> None:
-    """Zeros arrive as zeros, constants and tiny values within the claimed bound; NaN and infinities
-    spoil their own block at most, and do not arrive as finite numbers; ordinary values arrive as
-    before in the next calls.
+    """Zeros arrive as zeros; constants, tiny values and values of one sign within the claimed
+    bound; NaN and infinities spoil their own block at most, and do not arrive as finite numbers;
+    ordinary values arrive as before in the next calls.
 
     After NaN and infinities this holds for messages of float16 and bfloat16, too, unless an error
     on every rank refuses these. A claim without blocks lets a NaN spoil all that the rank sends in
@@ -128,28 +130,33 @@ def views(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "18.24",
-    "Lists of uneven tensors work, or are refused",
+    "Messages of uneven sizes work, or are refused",
     on=(UNEVEN,),
     owns=(UNEVEN,),
-    needs=("18.9",),
+    needs=("18.9", "18.13"),
     since="1.2",
     source="torch documentation, torch.distributed.all_to_all: tensors of different sizes in a "
-    "list; torch.distributed.all_gather: uneven sized tensors are supported",
-    remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; padding "
-    "to a length that others exceed; a rank without rows, which has nothing to send, and still "
-    "gets those of its peers; over Gloo, an all_gather of tensors of different sizes, which ends "
-    "the process: compare the sizes first, and raise an error",
+    "list; torch.distributed.all_gather: uneven sized tensors are supported; "
+    "torch.distributed.all_to_all_single: output_split_sizes and input_split_sizes",
+    remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; the sizes "
+    "of what a rank sends, taken for those of what it gets; padding to a length that others "
+    "exceed; a rank without rows, which has nothing to send, and still gets those of its peers; "
+    "over Gloo, an all_gather of tensors of different sizes, which ends the process: compare the "
+    "sizes first, and raise an error",
 )
 def uneven(run: Run, claims: Claims, found: Found) -> None:
-    """If the tensors of an all_to_all or of an all_gather have different numbers of rows, each rank
-    gets those that are meant for it, or an error refuses them.
+    """If the tensors of an all_to_all or of an all_gather, or the parts of an all_to_all_single,
+    have different numbers of rows, each rank gets those that are meant for it, or an error refuses
+    them.
 
-    In the calls of an all_gather the order of ranks by their number of rows is drawn, and reversed
-    in the next call. In six calls drawn ranks have no rows: to send, or to receive, or for one rank
-    and not for another; in every other one of these calls the others have none.
+    In every other all_to_all_single a rank sends as many rows in all as it gets, but on three ranks
+    not to the same peers. In the calls of an all_gather the order of ranks by their number of rows
+    is drawn, and reversed in the next call. In six calls drawn ranks have no rows: to send, or to
+    receive, or for one rank and not for another; in every other one of these calls the others have
+    none.
     """
     collective = run.scenario.options[0]
-    if collective not in ("all_to_all", "all_gather"):
+    if collective not in OF_UNEVEN_SIZES:
         found.does_not_apply(f"torch's {collective} takes tensors of one size")
         return
     require_calls(run, claims, found, may_refuse=True)

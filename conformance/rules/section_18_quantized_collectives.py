@@ -31,12 +31,14 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.collective import (
     CALLED,
+    CALLS,
     FORMS,
     INTEGERS,
     ORDERED,
     PLAIN,
     REPEATED,
     SPECIAL,
+    STACK,
     SUBGROUPS,
     WAITED,
 )
@@ -340,6 +342,28 @@ def splits(run: Run, claims: Claims, found: Found) -> None:
         return
     forms = ("splits", "positional_splits")
     require_calls(run, claims, found, forms=forms, may_refuse=True)
+
+
+@rule(
+    "18.38",
+    "A stack of messages works, or is refused",
+    on=(CALLED,),
+    needs=("18.9", "18.11"),
+    since="2.0",
+    source="torch documentation, torch.distributed.all_gather_into_tensor and "
+    "reduce_scatter_tensor: a concatenation of the tensors along the primary dimension, or a stack "
+    "of them",
+    remedy="parts by torch.Tensor.split, or by the size of the first dimension: chunk(world size) "
+    "takes both forms; copy_(), which copies one message to several places in silence",
+)
+def stacks(run: Run, claims: Claims, found: Found) -> None:
+    """The messages of all ranks may be a stack, a tensor with one more dimension than each of them
+    has, in place of their concatenation, or an error refuses that."""
+    collective = run.scenario.options[0]
+    if STACK not in CALLS[collective]:
+        found.does_not_apply(f"{collective} has no stack of messages")
+        return
+    require_calls(run, claims, found, forms=(STACK,), may_refuse=True)
 
 
 @rule(

@@ -20,8 +20,8 @@ COLLECTIVES = (
 # Collectives in which a rank sends one message, to all ranks.
 TO_ALL = ("all_gather", "all_gather_into_tensor", "all_reduce")
 
-# Collectives that take lists of tensors of different sizes.
-UNEVEN = ("all_to_all", "all_gather")
+# Collectives that take messages of different sizes: tensors of a list, or parts of one tensor.
+OF_UNEVEN_SIZES = ("all_to_all", "all_to_all_single", "all_gather")
 
 # Collectives whose messages to all ranks, or from all ranks, are parts of one tensor.
 ONE_INPUT = ("all_to_all_single", "reduce_scatter_tensor")
@@ -66,13 +66,20 @@ OF_INTEGERS = tuple(form + _OF_INTEGERS for form in OPERATIONS if form != "avera
 # The form of ordinary calls with integers.
 INTEGERS = "integers"
 
+# The form of calls with a stack of messages, which has one more dimension than their concatenation.
+STACK = "stack"
+
+_OF_SUMS = ("positional", "keywords", *OPERATIONS, *OF_INTEGERS, INTEGERS)
+
 # The forms of the calls of CALLED, one for each parameter in order. All collectives have the first
 # two forms, and the last.
 CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(COLLECTIVES, ("positional", "keywords", INTEGERS)),
     "all_to_all_single": ("positional", "keywords", "splits", "positional_splits", INTEGERS),
     "scatter": ("positional", "keywords", "group_src", INTEGERS),
-    **dict.fromkeys(SUMMING, ("positional", "keywords", *OPERATIONS, *OF_INTEGERS, INTEGERS)),
+    "all_gather_into_tensor": ("positional", "keywords", STACK, INTEGERS),
+    **dict.fromkeys(SUMMING, _OF_SUMS),
+    "reduce_scatter_tensor": (*_OF_SUMS[:2], STACK, *_OF_SUMS[2:]),
 }
 
 # The second message has 660 elements: more than five blocks of 128, the last one incomplete.

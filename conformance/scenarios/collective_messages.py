@@ -12,13 +12,14 @@ special     NaN, infinities, zeros, ties and neighbours of a rounding to half pr
             the largest values.
 zeros       0.0.
 equal       1.375 times a power of two, the same in the whole message.
+one_sided   of one sign, within a drawn part of their mean, as weights of norms and probabilities.
 tiny        normal, times a drawn power of two (``collective_training.TINY``; in float16
             ``TINY_HALF``).
 vast, minute, spread
             normal, times a drawn power of two, in ``spread`` one for each element: from 2**130 to
             2**1000, down to 2**-1000 from 2**-170, or all of them and 1. For float64 alone.
 seldom      normal in one row of four or so, which are drawn, and 0.0 in the others.
-patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
+patches     runs of 128 elements are zeros, equal, one-sided, tiny or normal, in a drawn order.
 nan, infinite
             normal, with one NaN, or with an infinity of each sign, at drawn elements of one message
             of the call (``is_poisoned``).
@@ -42,10 +43,10 @@ from conformance.scenarios.collective import (
     HANDLES,
     MINUTE,
     OF_FLOAT64,
+    OF_UNEVEN_SIZES,
     SPREAD,
     SUMMING,
     TO_ALL,
-    UNEVEN,
     VAST,
     WITHOUT_NUMBERS,
 )
@@ -56,6 +57,7 @@ from conformance.scenarios.collective_training import (
     OF_DTYPES,
     OF_OPERATIONS,
     ON_GROUPS,
+    ONE_SIDED,
     OPERATED_FORMS,
     SELDOM,
     TINY,
@@ -93,11 +95,14 @@ _SPECIAL = (
 )
 
 # Kinds of message that are normal values, changed at drawn places.
-_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite", *OF_FLOAT64)
+_OF_DRAWN_PLACES = (
+    *(SELDOM, "zeros", "equal", ONE_SIDED, "tiny", "patches", "nan", "infinite"),
+    *OF_FLOAT64,
+)
 _VAST = (130, 1000)
 _MINUTE = (-1000, -170)
 _PATCH = 128
-_PATCHES = ("zeros", "equal", "tiny", "normal")
+_PATCHES = ("zeros", "equal", ONE_SIDED, "tiny", "normal")
 
 
 def form_of(scenario: Scenario, index: int) -> str:
@@ -106,6 +111,8 @@ def form_of(scenario: Scenario, index: int) -> str:
         return OPERATED_FORMS[index]
     if scenario.variant == MIXED:
         return "average" if is_average(scenario, index) else ""
+    if scenario.variant == "uneven" and scenario.options[0] == "all_to_all_single":
+        return "uneven_splits"
     if scenario.name != CALLED.name:
         return ""
     return CALLS[scenario.options[0]][index]
@@ -273,6 +280,11 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
         return (0, *shape[1:])
     if scenario.variant == "uneven" and scenario.options[0] == "all_to_all":
         return (shape[0] + 2 * source + 3 * to, *shape[1:])
+    if scenario.variant == "uneven" and scenario.options[0] == "all_to_all_single":
+        # In every other call a rank sends as many rows in all as it gets. With three ranks, what it
+        # sends to a peer has another number of rows than what it gets from that peer.
+        more = 3 * ((to - source) % size) if index % 2 else 2 * source + 3 * to
+        return (shape[0] + more, *shape[1:])
     if scenario.variant == "uneven" and scenario.options[0] == "all_gather":
         key = f"{scenario.session_seed}/rows/{index // 2}"
         more = random.Random(key).sample(range(size), size)[source]
@@ -293,7 +305,7 @@ def _has_no_rows(scenario: Scenario, size: int, index: int, source: int, to: int
     Some senders, some receivers or some pairs of ranks have none. They are drawn; in the next call
     the others have none. A message to all ranks is its sender's.
     """
-    if scenario.options[0] not in UNEVEN or index < FIRST_WITHOUT_ROWS:
+    if scenario.options[0] not in OF_UNEVEN_SIZES or index < FIRST_WITHOUT_ROWS:
         return False
     number, is_next = divmod(index - FIRST_WITHOUT_ROWS, 2)
     places = range(size)
@@ -413,6 +425,9 @@ def _changed(
         return torch.zeros_like(values)
     if kind == "equal":
         return torch.full_like(values, draw.choice((1.375, -1.375)) * 2.0 ** draw.randint(-6, 6))
+    if kind == ONE_SIDED:
+        mean = draw.choice((1, -1)) * 2.0 ** draw.randint(-6, 6)
+        return mean * (1 + 2.0 ** draw.uniform(-6, -2) * values.clamp(-3, 3))
     if kind == "tiny":
         return values * 2.0 ** draw.randint(*exponents)
     if kind in OF_FLOAT64:

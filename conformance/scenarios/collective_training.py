@@ -31,14 +31,23 @@ _LARGE = replace(
     observe=Observation(bytes_sent=True),
 )
 
+ONE_SIDED = "one_sided"
+
 # All calls of one shape are made by the same object. Zeros and tiny values come first: error
 # feedback adds the errors of earlier calls to them.
 _RECOVERING = replace(
     PLAIN,
     name="collective_recovering",
-    summary="blocks of zeros, tiny values, constants and all of them together; then NaN and "
-    "infinities in one message, and ordinary values after each",
-    steps=("zeros", "tiny", "equal", "patches", "nan", "normal", "infinite", "normal"),
+    summary="blocks of zeros, tiny values, constants, values of one sign, and all of them "
+    "together; then NaN and infinities in one message, and ordinary values after each",
+    steps=(
+        "zeros",
+        "tiny",
+        "equal",
+        ONE_SIDED,
+        "patches",
+        *("nan", "normal", "infinite", "normal"),
+    ),
     world_sizes=(2,),
     variant="recovering",
 )
@@ -64,9 +73,9 @@ _VIEWS = replace(
 _UNEVEN = replace(
     ORDERED,
     name="collective_uneven",
-    summary="an all_to_all or an all_gather of tensors of different sizes; each rank has the most "
-    "rows of an all_gather in some call, and fewer than another in the next; in some calls drawn "
-    "ranks have no rows to send, or get none",
+    summary="an all_to_all or an all_gather of tensors of different sizes, or an all_to_all_single "
+    "of such parts; each rank has the most rows of an all_gather in some call, and fewer than "
+    "another in the next; in some calls drawn ranks have no rows to send, or get none",
     steps=("crafted", "normal"),
     world_sizes=(2, 3),
     variant="uneven",

@@ -21,6 +21,7 @@ from conformance.scenarios.collective import (
     ONE_INPUT,
     ONE_OUTPUT,
     OPERATIONS,
+    STACK,
     SUMMING,
     operation_of,
 )
@@ -93,9 +94,11 @@ class CollectiveCall:
             [tensor.shape[0] for tensor in self.inputs if tensor.shape],
         ]
         if collective in ONE_INPUT:
-            self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
+            join = torch.stack if self.form == STACK else torch.cat
+            self.inputs = [lay_out(join(self.inputs), spec.layout)]
         if collective in ONE_OUTPUT:
-            shapes = [(sum(self.rows[0]), *shapes[0][1:])]
+            is_stack = self.form == STACK
+            shapes = [(size, *shapes[0]) if is_stack else (sum(self.rows[0]), *shapes[0][1:])]
         layout = spec.output_layout or spec.layout
         self.outputs = [
             lay_out(torch.full(shape, self.fill, dtype=dtype, device=driver.device), layout)
@@ -257,7 +260,8 @@ class CollectiveCall:
             self.outputs = self._in_buffer(self.buffers)
         parts = [out for out in self.outputs if isinstance(out, torch.Tensor)]
         if self.driver.scenario.options[0] in ONE_OUTPUT:
-            parts = list(parts[0].split(self.rows[0]))
+            whole = parts[0]
+            parts = list(whole if self.form == STACK else whole.split(self.rows[0]))
         for k, part in enumerate(parts):
             self.driver.keep(f"arrived/p{self.index}/{k}", lay_out(part, "contiguous"))
         if self.handle and not self.refused:
