@@ -200,8 +200,9 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
     """An averager continues its schedule if its state is saved at a drawn step of the warm-up, and
     new processes load it twice, save it, and load the new copy. Under ``periodic`` and
-    ``hierarchical`` all ranks load the state of rank 0, which often writes the checkpoint. If the
-    same averager loads an earlier state, it continues as if the steps since then had not been.
+    ``hierarchical`` all ranks load the state of rank 0, which often writes the checkpoint, unless
+    every other rank refuses it with an error; then each loads its own. If the same averager loads
+    an earlier state, it continues as if the steps since then had not been.
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
     same averager loads; that of a hierarchical one is saved right before an average of its longest
@@ -222,7 +223,24 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
             reason = "it has no state that can be saved before its first step"
         found.leaves_out(reason)
         return
+    _require_refused_by_all(run, found)
     require_right(run, claims, found, must_change=True, evaluated=True)
+
+
+def _require_refused_by_all(run: Run, found: Found) -> None:
+    """Require that all ranks but rank 0 refuse its state if one of them does."""
+    refused = {
+        rank.rank: event["error"] for rank in run.ranks for event in rank.all("refuses_first")
+    }
+    if not refused:
+        return
+    rank, error = next(iter(refused.items()))
+    found.note(f"other ranks refuse the state of rank 0, and load their own: {error}")
+    found.require(
+        len(refused) == len(run.ranks) - 1,
+        "the state of rank 0 is loaded on all ranks, or refused on all others",
+        f"of {len(run.ranks)} ranks, {len(refused)} refused it; rank {rank}: {error}",
+    )
 
 
 @rule(

@@ -358,11 +358,16 @@ def mixed(run: Run, claims: Claims, found: Found) -> None:
 
     The scale of the values changes from call to call, as in 18.16. In two calls one message has NaN
     or infinities. With the claim feedback there are none, and all calls of an object together lose
-    no more than the last error. What an error refuses is left out: averages, a layout, numbers or
-    async_op=True; the certificate names the first three. All of it is drawn.
+    no more than the last error. What an error refuses is left out, and the certificate names it:
+    averages, a layout, numbers, or async_op=True, also of some of these alone. All of it is drawn.
     """
     for event in run.ranks[0].all("refuses_calls"):
         found.note(f"{kind_of_calls(run.scenario, event['index'])} are refused: {event['error']}")
+    refused: dict[str, dict[str, None]] = {}
+    for event in run.ranks[0].all("refuses_waiting"):
+        refused.setdefault(event["error"], {})[kind_of_calls(run.scenario, event["index"])] = None
+    for error, kinds in refused.items():
+        found.note(f"async_op=True is refused for {', '.join(kinds)}: {error}")
     if claims.has("feedback"):
         cause = "an error is lost in calls of one of these kinds"
         require_nothing_lost(run, claims, found, cause)

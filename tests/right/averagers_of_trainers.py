@@ -1,9 +1,17 @@
 """Right averagers in odd shapes, for ordinary loops of training."""
 
+import copy
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from tests.right import Right
+
+
+def _each(params):
+    for entry in params:
+        yield from entry["params"] if isinstance(entry, dict) else [entry]
 
 
 class RunningMean:
@@ -78,8 +86,113 @@ class Concatenates:
             parameter.copy_(part.view(parameter.shape))
 
 
+class AgreesOnGradients:
+    """Average what has a gradient on some rank; raise on all ranks if nothing has one."""
+
+    def __init__(self, period, warmup_steps=0, process_group=None):
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.group = process_group if process_group is not None else dist.group.WORLD
+        self.step = 0
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        since = self.step - self.warmup_steps
+        self.step += 1
+        trained = [p for p in dict.fromkeys(_each(params)) if p.requires_grad]
+        outside = dist.get_rank(self.group) < 0
+        if outside or since < 0 or since % self.period or not trained:
+            return
+        used = torch.tensor([p.grad is not None for p in trained]).int()
+        dist.all_reduce(used, dist.ReduceOp.MAX, self.group)
+        if not used.any():
+            raise RuntimeError("no parameter has a gradient on any rank: call backward() first")
+        for parameter, is_used in zip(trained, used.tolist(), strict=True):
+            if is_used:
+                mean = (parameter.detach() / dist.get_world_size(self.group)).contiguous()
+                dist.all_reduce(mean, group=self.group)
+                parameter.copy_(mean)
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+
+
+class OfItsRank(AgreesOnGradients):
+    """Refuse the state of another rank, as if each rank had a file of its own."""
+
+    def state_dict(self):
+        return {"step": self.step, "rank": dist.get_rank(self.group)}
+
+    def load_state_dict(self, saved):
+        if saved["rank"] != dist.get_rank(self.group):
+            raise ValueError(f"this is the state of rank {saved['rank']}")
+        self.step = saved["step"]
+
+
+class KeepsWeightsAside:
+    """A moving average whose state has the weights of the latest evaluation, as torch_ema's has."""
+
+    def __init__(self, process_group, decay=0.999):
+        self.group = process_group
+        self.decay = decay
+        self.updates = 0
+        self.averages = []
+        self.weights = None
+        self.is_applied = False
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        for place, parameter in enumerate(self._averaged(params)):
+            wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+            mean = (wide / self.group.size()).contiguous()
+            dist.all_reduce(mean, group=self.group)
+            if place == len(self.averages):
+                self.averages.append(mean)
+            self.averages[place].lerp_(mean, 1 - self.decay)
+        self.updates += 1
+
+    def _averaged(self, params):
+        return [p for p in dict.fromkeys(_each(params)) if p.is_floating_point()]
+
+    @contextmanager
+    def applied(self, params):
+        if self.is_applied:
+            raise RuntimeError("an evaluation is under way")
+        averaged = self._averaged(params)
+        if len(averaged) != len(self.averages):
+            raise RuntimeError("there is no average yet")
+        self.weights = [p.detach().clone() for p in averaged]
+        self.is_applied = True
+        try:
+            self._write(averaged, self.averages)
+            yield
+        finally:
+            self.is_applied = False
+            self._write(averaged, self.weights)
+
+    @torch.no_grad()
+    def _write(self, params, values):
+        for parameter, value in zip(params, values, strict=True):
+            parameter.copy_(value)
+
+    def state_dict(self):
+        return {"updates": self.updates, "averages": self.averages, "weights": self.weights}
+
+    def load_state_dict(self, saved):
+        saved = copy.deepcopy(saved)
+        self.updates = saved["updates"]
+        self.averages = saved["averages"]
+        self.weights = saved["weights"]
+
+
 OF = {"kind": "averager"}
 RIGHT = (
     Right("RunningMean,period=4,warmup_steps=6", **OF),
     Right("Concatenates,period=3,warmup_steps=5", **OF),
+    Right("AgreesOnGradients,period=4", **OF),
+    Right("OfItsRank,period=3,warmup_steps=4", **OF),
+    Right("KeepsWeightsAside", "like(EMAModelAverager, decay=0.999)", **OF),
 )

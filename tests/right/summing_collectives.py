@@ -91,6 +91,26 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, op: Any = SUM, group: Any
     output.copy_((partial / divisor).view(output.shape))
 
 
+def half_if_plain(
+    tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False
+) -> _Later | None:
+    """Take averages and any memory layout, but neither of them with async_op=True."""
+    _require_float32(tensor)
+    if op not in (SUM, dist.ReduceOp.AVG):
+        raise ValueError("sums and averages only")
+    if async_op and op != SUM:
+        raise NotImplementedError("async_op=True gives sums only")
+    if async_op and not tensor.is_contiguous():
+        raise ValueError("async_op=True needs a contiguous tensor")
+    if dist.get_rank(group) < 0:
+        return None
+    code = tensor.contiguous().half()
+    if op != SUM:
+        code /= dist.get_world_size(group)
+    later = _Later(dist.all_reduce(code, group=group, async_op=True), lambda: tensor.copy_(code))
+    return later if async_op else later.wait()
+
+
 class _Promised:
     """A pending call that is complete when its future is, without a wait()."""
 
@@ -122,6 +142,7 @@ RIGHT = [
         "promised_gather", "collective(all_gather_into_tensor), rounded(float16)", kind="collective"
     ),
     Right("half_all_reduce", "collective(all_reduce), rounded(float16)", kind="collective"),
+    Right("half_if_plain", "collective(all_reduce), rounded(float16)", kind="collective"),
     Right(
         "SharedLevels",
         "collective(reduce_scatter), bounded(relative=0.02, ratio=0.3)",

@@ -1,11 +1,18 @@
 """The averages with which an averager would have a model evaluated."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from conformance.ranks.drivers._equal_states import changed_values, copies, same_state
+import torch
+
+from conformance.ranks.drivers._equal_states import (
+    changed_values,
+    copies,
+    same_state,
+    same_values,
+)
 from conformance.ranks.drivers._evaluation_ends import (
     Cancelled,
     EvaluationError,
@@ -16,6 +23,38 @@ from conformance.ranks.drivers._given_parameters import Parameters
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.scenarios.gradients import lay_out
+
+
+class Backups:
+    """The values that training goes on with, as a state may hold them during an evaluation.
+
+    Args:
+        trained: the values of the parameters before the evaluation.
+        averages: those within it.
+    """
+
+    def __init__(self, trained: list[torch.Tensor], averages: list[torch.Tensor]) -> None:
+        self._trained = trained
+        self._averages = averages
+
+    def accepts(self, now: Any, before: Any) -> bool:
+        """Whether a part of a state is such a backup, and took the place of no average."""
+        if isinstance(now, torch.Tensor):
+            was_average = isinstance(before, torch.Tensor) and _is_among(before, self._averages)
+            return _is_among(now, self._trained) and not was_average
+        if isinstance(now, Mapping):
+            now = list(now.values())
+        if before is None and isinstance(now, list | tuple):
+            return all(self.accepts(part, None) for part in now)
+        return False
+
+
+def _is_among(value: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether a tensor has the values of one of some others, in the dtype of that one."""
+    return any(
+        value.shape == other.shape and same_values(value.to(other.dtype), other)
+        for other in tensors
+    )
 
 
 class EvaluatedAverages:
@@ -69,7 +108,8 @@ class EvaluatedAverages:
                 for index, parameter in enumerate(self._params):
                     driver.keep(f"{name}/p{index}", lay_out(parameter, "contiguous"))
                 # The best checkpoint is saved while it is evaluated.
-                is_same_state = same_state(self._state(), state)
+                keeps = Backups(before, copies(self._params)).accepts
+                is_same_state = same_state(self._state(), state, keeps)
                 if nests:
                     self._nest(applied)
                 if end:

@@ -41,6 +41,15 @@ def gradient_of(
     return made
 
 
+def give_gradients(params: Parameters) -> None:
+    """Give trained parameters without a gradient one, as a backward would: an averager may raise if
+    no parameter has one on any rank.
+    """
+    for parameter in params:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = gradient_of(parameter, 1.0, None)
+
+
 @contextmanager
 def frozen(params: Parameters) -> Iterator[None]:
     """Let no parameter require a gradient inside the context."""

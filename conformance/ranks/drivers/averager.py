@@ -18,6 +18,7 @@ from conformance.ranks.drivers._given_parameters import (
     Given,
     Parameters,
     frozen,
+    give_gradients,
     give_subclasses,
     gradient_of,
 )
@@ -147,6 +148,7 @@ class AveragerDriver(RankDriver):
     def _train_another(self) -> Parameters:
         """Make another model and its averager, let it average once, and drop both."""
         trainee = self._make_trainee(self.group)
+        give_gradients(trainee.params)
         for _ in range(int(option(self.scenario, MODELS_COME))):
             with self.inside("average_parameters"):
                 trainee.averager.average_parameters(list(trainee.params))
@@ -414,8 +416,10 @@ class AveragerDriver(RankDriver):
 
     def _load_averager(self) -> None:
         averager = self.trainees[0].averager
+        is_refused = bool(option(self.scenario, LOADS_FIRST)) and self._refuses_first(averager)
+        loads_first = bool(option(self.scenario, LOADS_FIRST)) and not is_refused
         with self.doing("load_state_dict"):
-            saved = self.load(0 if option(self.scenario, LOADS_FIRST) else None)
+            saved = self.load(0 if loads_first else None)
             self.recorder.event("loaded", nothing=saved is None)
             if hasattr(averager, "load_state_dict"):
                 # One state may be loaded again, such as into the model of an evaluation.
@@ -428,6 +432,23 @@ class AveragerDriver(RankDriver):
             elif saved is not None:
                 averager.step = saved["step"]
         self.trainees[0].was_loaded = True
+
+    def _refuses_first(self, averager: Any) -> bool:
+        """Return whether an error refuses the state of rank 0 on this rank, as if each rank had a
+        state of its own.
+        """
+        if not self.rank or not hasattr(averager, "load_state_dict"):
+            return False
+        activity = self.activity
+        try:
+            with self.doing("load_state_dict"):
+                averager.load_state_dict(self.load(0))
+        except Exception as error:
+            self.activity = activity
+            text = f"{type(error).__name__}: {str(error)[:200]}"
+            self.recorder.event("refuses_first", error=text)
+            return True
+        return False
 
     def _roll_back(self, step: int, number: int) -> None:
         """Save the averager's state, go on for some steps or none, and load the state again.
@@ -454,6 +475,7 @@ class AveragerDriver(RankDriver):
             self.activity = activity
             self.recorder.event("not_rolled_back", nothing=False)
             return
+        give_gradients(self.params)
         for later in range(step, step + number):
             with torch.no_grad():
                 for index, parameter in enumerate(self.params):

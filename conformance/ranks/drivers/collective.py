@@ -35,7 +35,7 @@ class CollectiveDriver(RankDriver):
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._tensors_of_calls: TensorsOfCalls = {}
         self._refuses_async = False
-        self._may_be_async: bool | None = None
+        self._may_be_async: dict[int, bool] = {}
         self._takes_calls_of: dict[int, bool] = {}
         # By whether calls have async_op=True.
         self._refuses_outside: dict[bool, bool] = {}
@@ -50,9 +50,14 @@ class CollectiveDriver(RankDriver):
             self._call_outside(len(self.scenario.steps))
 
     def _call_more_often(self) -> None:
-        """Make calls on this rank's group while other groups make fewer, or none."""
-        for _ in range(self._place_of_group()):
-            self._call_unjudged()
+        """Make calls on this rank's group while other groups make fewer, or none.
+
+        All ranks make equally many objects, since an object may make a process group.
+        """
+        keeps_errors = "feedback" in self.scenario.options
+        made = [self._make_collective() if keeps_errors else None for _ in self.scenario.groups]
+        for function in made[: self._place_of_group()]:
+            self._call_unjudged(function)
 
     def _place_of_group(self) -> int:
         """Return the place of this rank's group among the groups of the scenario."""
@@ -129,11 +134,13 @@ class CollectiveDriver(RankDriver):
         call.keep()
 
     def _takes_async(self, call: CollectiveCall) -> bool:
-        """Return whether calls may have async_op=True, which a call of another object tells.
+        """Return whether calls of a parameter may have async_op=True, which a call of another
+        object tells.
 
-        The call of an object that refuses it may have changed what the object keeps.
+        The call of an object that refuses it may have changed what the object keeps. An error may
+        refuse it for averages alone, or for some memory layouts.
         """
-        if self._may_be_async is None:
+        if call.index not in self._may_be_async:
             other = self._call(call.step, call.index)
             other.is_asynchronous = True
             other.function = self._make_collective()
@@ -141,11 +148,13 @@ class CollectiveDriver(RankDriver):
                 try:
                     other.begin()
                     other.wait()
-                    self._may_be_async = True
-                except Exception:
-                    self._may_be_async = False
+                    self._may_be_async[call.index] = True
+                except Exception as error:
+                    self._may_be_async[call.index] = False
+                    text = f"{type(error).__name__}: {str(error)[:200]}"
+                    self.recorder.event("refuses_waiting", index=call.index, error=text)
             self.collectives.take_sent()
-        return self._may_be_async
+        return self._may_be_async[call.index]
 
     def _takes(self, call: CollectiveCall) -> bool:
         """Return whether calls of a parameter are taken, which a call of another object tells.
@@ -190,12 +199,15 @@ class CollectiveDriver(RankDriver):
         self._call_unjudged()
         self.group, self.group_rank, self.size = own
 
-    def _call_unjudged(self) -> None:
-        """Make one call whose arrivals are not judged."""
+    def _call_unjudged(self, function: Callable[..., Any] | None = None) -> None:
+        """Make one call whose arrivals are not judged.
+
+        With feedback it is a call of an object of its own, ``function`` or a new one: the error of
+        this call must not be added to the next message.
+        """
         call = self._call(0, 0)
         if "feedback" in self.scenario.options:
-            # The error of this call must not be added to the next message.
-            call.function = self._make_collective()
+            call.function = function or self._make_collective()
         else:
             self._prepare(0, [call])
         with self.inside(self.scenario.options[0]):
