@@ -93,6 +93,13 @@ def test_reasons_name_refused_calls() -> None:
     claims = "collective(all_gather), rounded(float16)"
     mixed = called(MIXED_CALLS, SUM)
     mixed.ranks[0].events.append(event("refuses_calls", 0, index=1, error="no AVG"))
-    assert "averages of contiguous matrices are refused: no AVG" in reasons("18.37", mixed, SUM)
+    mixed.ranks[0].events += [
+        event("refuses_waiting", 0, index=index, error="not yet") for index in (0, 1)
+    ]
+    noted = reasons("18.37", mixed, SUM)
+    assert "averages of contiguous matrices are refused: no AVG" in noted
+    kinds = "sums of contiguous matrices, averages of contiguous matrices"
+    assert f"async_op=True is refused for {kinds}: not yet" in noted
+    assert "all_reduce has no stack of messages" in reasons("18.38", called(scenarios.CALLED), SUM)
     asynchronous = called(scenarios.WAITED, claims, refused="TypeError: no async_op")
     assert "it refuses these calls" in reasons("18.15", asynchronous, claims)

@@ -8,10 +8,11 @@ import pytest
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.rules import book
+from conformance.scenarios.averager_training import RESUMED_EARLY
 from conformance.subjects.claims import Claims, parse_claims
 from tests.judging.oracles import test_join as joins
-from tests.made_runs import made_run
-from tests.rules.test_messages_of_averagers import LIKE, averaged, beside
+from tests.made_runs import event, made_run, refused
+from tests.rules.test_messages_of_averagers import LIKE, PERIODIC, averaged, beside
 from tests.rules.test_messages_of_collectives import HALF, called
 from tests.rules.test_messages_of_optimizers import stepped
 from tests.rules.test_messages_of_strategies import synchronised
@@ -193,3 +194,16 @@ it leaves no gradients in parameters that autograd trains
 it has no parameters, buffers or state_dict() that ranks replicate after even inputs
 scatter gives each rank other messages, or 18.34 judges it""",
     )
+
+
+def test_the_state_of_rank_0_is_refused_by_all_other_ranks_or_by_none() -> None:
+    run = averaged(scenario=RESUMED_EARLY, world=3)
+    run.ranks[1].events.append(event("refuses_first", 0, error="ValueError: of rank 0"))
+    assert (
+        "Actual: of 3 ranks, 1 refused it; rank 1: ValueError: of rank 0"
+        in refused("14.19", run, PERIODIC).splitlines()
+    )
+    run.ranks[2].events.append(event("refuses_first", 0, error="ValueError: of rank 0"))
+    assert refused("14.19", run, PERIODIC) == ""
+    note = "other ranks refuse the state of rank 0, and load their own: ValueError: of rank 0"
+    assert note in reasons("14.19", run, PERIODIC)
