@@ -79,6 +79,7 @@ def test_reasons_name_the_collective() -> None:
     gathers = called(scenarios.CALLED)
     claims = "collective(all_gather), rounded(float16)"
     assert "all_gather has no argument op" in reasons("18.33", gathers, claims)
+    assert "all_gather has no stack of messages" in reasons("18.38", gathers, claims)
     assert "all_gather is no all_reduce" in reasons("18.34", called(), claims)
     scatter = "collective(scatter), rounded(float16)"
     scattered = called(claims=scatter)
@@ -100,6 +101,5 @@ def test_reasons_name_refused_calls() -> None:
     assert "averages of contiguous matrices are refused: no AVG" in noted
     kinds = "sums of contiguous matrices, averages of contiguous matrices"
     assert f"async_op=True is refused for {kinds}: not yet" in noted
-    assert "all_reduce has no stack of messages" in reasons("18.38", called(scenarios.CALLED), SUM)
     asynchronous = called(scenarios.WAITED, claims, refused="TypeError: no async_op")
     assert "it refuses these calls" in reasons("18.15", asynchronous, claims)
