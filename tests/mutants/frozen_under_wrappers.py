@@ -101,7 +101,7 @@ _ARGUMENTS = dict.fromkeys(
     "its Function takes tensors alone, and has gradients for these",
 )
 _ATTRIBUTES = dict.fromkeys(
-    ("19.33", "19.39"), "attributes of the module are not those of the twin"
+    ("19.33", "19.39", "19.40", "19.41"), "attributes of the module are not those of the twin"
 )
 MUTANTS = [
     Mutant("needs_no_graph_if_frozen", ("19.28",), claims="recomputes, reentrant", kind="wrapper"),

@@ -80,6 +80,7 @@ _MODULES = (
     "warm_ups",
     "wrappers_of_seldom_seen",
     "wrappers_of_written_inputs",
+    "wrappers_of_parts",
     "collectives_on_other_paths",
 )
 

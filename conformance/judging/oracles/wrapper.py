@@ -371,7 +371,14 @@ def _difference(
     got = tensors.get(key)
     right = plain.get(key)
     if right is None:
-        return Failure("none, as without the wrapper", f"{place}: there is {description}")
+        is_zero = got is not None and not got.any()
+        return Failure(
+            "none, as without the wrapper",
+            f"{place}: there is {description}",
+            "zeros in place of no gradient, as of a part that the forward did not use"
+            if is_zero
+            else "",
+        )
     if got is None:
         return Failure(
             f"{description}, as without the wrapper",

@@ -97,11 +97,14 @@ def require_same_half(runs: Runs, found: Found) -> None:
     for name, run, plain in pairs(runs):
         steps = range(len(run.scenario.steps))
         together = {step for step in steps if has_settings(step)}
-        both = {name: _without(run, together), f"vanilla-{name}": _without(plain, together)}
+        both = {
+            name: without_steps(run, together),
+            f"vanilla-{name}": without_steps(plain, together),
+        }
         require_same_training(both, found)
         for end, tolerance in _OF_SETTINGS.items():
             both = {
-                key: _with_end(_without(one, {*steps} - together), end)
+                key: _with_end(without_steps(one, {*steps} - together), end)
                 for key, one in ((name, run), (f"vanilla-{name}", plain))
             }
             require_same_results(both, found, tolerance=tolerance)
@@ -188,7 +191,7 @@ def require_same_or_refused(runs: Runs, found: Found, steps_compared: int | None
         if refused:
             first = min(event["step"] for event in refused)
             steps |= {*range(first, len(run.scenario.steps))}
-        both = {name: _without(run, steps), f"vanilla-{name}": _without(plain, steps)}
+        both = {name: without_steps(run, steps), f"vanilla-{name}": without_steps(plain, steps)}
         require_same_training(both, found, steps=steps_compared)
     if errors and not found.checks:
         found.does_not_apply(f"the wrapper refuses it: {errors[0]}")
@@ -223,14 +226,17 @@ def require_same_frozen(runs: Runs, claims: Claims, found: Found) -> None:
                     "a step like those without the wrapper",
                     f"rank {rank.rank} of {name}, step {step}: {event['error']}",
                 )
-        both = {name: _without(run, left_out), f"vanilla-{name}": _without(plain, left_out)}
+        both = {
+            name: without_steps(run, left_out),
+            f"vanilla-{name}": without_steps(plain, left_out),
+        }
         require_same_training(both, found)
 
 
 def without_ways(runs: Runs, left_out: Collection[str]) -> Runs:
     """Return runs of ``wrapper_written`` without the steps of some ways to change tensors."""
     return {
-        name: _without(
+        name: without_steps(
             run,
             {
                 step
@@ -247,7 +253,7 @@ def runs_again(runs: Runs) -> bool:
     return any(event.get("backward") for _, run, _ in pairs(runs) for _, event in forwards(run))
 
 
-def _without(run: Run, steps: set[int]) -> Run:
+def without_steps(run: Run, steps: set[int]) -> Run:
     """Return a run without the tensors and the refusals of some steps."""
     ranks = [
         replace(

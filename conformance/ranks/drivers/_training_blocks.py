@@ -13,10 +13,12 @@ from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.ranks.drivers._convolutions import convolutions
 from conformance.ranks.drivers._exact_factors import Factors, exact_factors
 from conformance.ranks.drivers._late_draws import LateBlock, late_blocks
+from conformance.ranks.drivers._parts_of_blocks import idle_blocks, parted_blocks
 from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.ranks.drivers._written_blocks import written_blocks
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.wrapper_parts import IDLE, PARTS
 from conformance.scenarios.wrapper_training import MOST_ROWS
 
 RANK = 3
@@ -121,6 +123,25 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
+
+
+def replace_weight(
+    layer: nn.Linear, draw: Callable[[Sequence[int]], torch.Tensor]
+) -> dict[str, nn.Parameter]:
+    """Replace the weight of a layer, as load_state_dict(assign=True) does; return it by name."""
+    layer.weight = nn.Parameter(draw(layer.weight.shape))
+    return {"weight": layer.weight}
+
+
+def add_layer(
+    block: Block, draw: Callable[[Sequence[int]], torch.Tensor]
+) -> dict[str, nn.Parameter]:
+    """Add a layer of low rank to a frozen block, as to a model that is there already; return its
+    parameters by name.
+    """
+    adapted = Adapted(block.inner, draw)
+    block.inner = adapted  # type: ignore[assignment]
+    return {"inner.down.weight": adapted.down.weight, "inner.up.weight": adapted.up.weight}
 
 
 class Grows(nn.Module):
@@ -244,7 +265,7 @@ def training_network(scenario: Scenario, numbers: torch.Generator) -> Chain:
         _scale(made, scenario)
     if scenario.variant == "training_many":
         made.blocks[0].signs.data.sign_()  # type: ignore[union-attr, operator]
-    return made
+    return made.double() if scenario.variant in (PARTS.variant, IDLE.variant) else made
 
 
 def _blocks(scenario: Scenario) -> list[nn.Module]:
@@ -275,6 +296,10 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         return written_blocks()
     if scenario.variant == "training_long":
         return late_blocks()
+    if scenario.variant == PARTS.variant:
+        return parted_blocks()
+    if scenario.variant == IDLE.variant:
+        return idle_blocks()
     if scenario.variant == "training_graphs":
         return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
     if scenario.variant == "training_retained":

@@ -8,8 +8,9 @@ import gc
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,16 +25,19 @@ from conformance.ranks.drivers._graphs_alive import (
 )
 from conformance.ranks.drivers._late_draws import draw_in
 from conformance.ranks.drivers._module_hooks import generators
+from conformance.ranks.drivers._parts_of_blocks import run_idle, run_parts
 from conformance.ranks.drivers._training_blocks import (
     COLUMNS,
     LOOKS,
-    Adapted,
+    add_layer,
+    replace_weight,
     training_network,
 )
 from conformance.ranks.drivers._written_inputs import WrittenStep
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.instruments import process_state
 from conformance.scenarios.wrapper import blocks_by_name
+from conformance.scenarios.wrapper_parts import PARTS
 from conformance.scenarios.wrapper_training import (
     ADDS,
     COMPLEX,
@@ -77,12 +81,14 @@ class WrapperTraining:
         self._net = training_network(self._scenario, weights).to(driver.device)
         # Wrapping may rename parameters and modules.
         self._parameters = dict(self._net.named_parameters())
+        modules = dict(self._net.named_modules())
         self._inside = list(self._net.blocks)
         self._shapes = convolution_shapes(self._scenario)
         # A wrapper may put others in the place of layers.
         self._low = getattr(self._inside[-1], "down", torch.nn.Identity())
         self._net.wrap(wrap)
-        self._work = {
+        network = (driver, self._net, self._inside)
+        works: dict[str, Callable[[], None]] = {
             "training_single": self._single,
             "training_large": self._large,
             "training_ranges": self._ranges,
@@ -97,7 +103,10 @@ class WrapperTraining:
             "training_indices": self._indices,
             "training_half": self._half,
             "training_long": self._plain,
-        }[self._scenario.variant]
+            "training_parts": partial(run_parts, *network, modules, self._drawn),
+            "training_idle": partial(run_idle, *network, self._drawn),
+        }
+        self._work = works[self._scenario.variant]
 
     def run(self) -> None:
         """Run all steps, or those before the wrapper refuses one."""
@@ -139,7 +148,7 @@ class WrapperTraining:
             return self._driver.recorder.step >= first_with_dropout(self._scenario)
         if self._scenario.variant == RETAINED.variant:
             return retained_share(self._scenario, self._driver.recorder.step) > 0
-        return self._scenario.variant == INDICES.variant
+        return self._scenario.variant in (INDICES.variant, PARTS.variant)
 
     # The work of a step, by the scenario's variant.
 
@@ -402,9 +411,9 @@ class WrapperTraining:
             self._inside[0].requires_grad_(True)
             self._inside[1].requires_grad_(False)
         if step == REPLACES:
-            self._replace()
+            self._own("blocks.3.down", replace_weight(self._low, self._drawn))
         if step == ADDS:
-            self._add()
+            self._own("blocks.2", add_layer(self._inside[2], self._drawn))
         x = self._input().requires_grad_(has_trained_input(step))
         grad = self._drawn(x.shape)
         WATCH.phase = "forward"
@@ -421,19 +430,8 @@ class WrapperTraining:
         if x.grad is not None:
             self._keep("input/0", x.grad)
 
-    def _replace(self) -> None:
-        """Replace a weight, as load_state_dict(assign=True) does."""
-        weight = torch.nn.Parameter(self._drawn(self._low.weight.shape))  # type: ignore[arg-type]
-        self._low.weight = weight
-        self._parameters["blocks.3.down.weight"] = weight
-
-    def _add(self) -> None:
-        """Add a layer of low rank to a frozen block, as to a model that is there already."""
-        frozen = self._inside[2]
-        adapted = Adapted(frozen.inner, self._drawn)  # type: ignore[arg-type]
-        self._parameters["blocks.2.inner.down.weight"] = adapted.down.weight
-        self._parameters["blocks.2.inner.up.weight"] = adapted.up.weight
-        frozen.inner = adapted
+    def _own(self, block: str, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self._parameters |= {f"{block}.{name}": one for name, one in parameters.items()}
 
     def _indices(self) -> None:
         """Look up rows; the last one and the first one of a half are among them."""

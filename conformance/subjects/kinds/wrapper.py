@@ -31,6 +31,7 @@ from conformance.scenarios.wrapper import (
     TWICE,
     UNUSED,
 )
+from conformance.scenarios.wrapper_parts import SCENARIOS as OF_PARTS
 from conformance.scenarios.wrapper_training import SCENARIOS as IN_TRAINING
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
@@ -71,6 +72,7 @@ WRAPPER = Kind(
         ),
         *(MODES, AUTOCAST, RAISES, HOOKED, MODULE),
         *IN_TRAINING,
+        *OF_PARTS,
         DEFAULT_DTYPES,
         *TOGETHER,
         PROBE,
@@ -94,7 +96,7 @@ WRAPPER = Kind(
             "draws_anew",
             "The recomputation draws other random numbers, and new ones in each step, as torch "
             "documents for preserve_rng_state=False.",
-            "19.18; outputs alone: 19.2, 19.33",
+            "19.18; outputs alone: 19.2, 19.33, 19.40 with dropout",
         ),
         min_world_size(),
     ),

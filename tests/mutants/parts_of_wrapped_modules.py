@@ -1,0 +1,133 @@
+"""Mutants of rules 19.40 and 19.41: modes of parts that a wrapper changes or takes from elsewhere,
+and gradients of parts that the forward has not used.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.mutants import Mutant
+from tests.mutants.wrappers import Forward, again, calls
+from tests.right.wrappers import Again
+
+Module = torch.nn.Module
+
+
+def set_around(read: Callable[[Module], Callable[[], None]], restores: bool = True) -> Any:
+    """Return a checkpoint that sets modes before the forward runs again.
+
+    Args:
+        read: reads the modes of a module at its forward, and returns a function that sets them.
+        restores: whether the modes before are restored part by part, or by train().
+    """
+
+    @calls
+    def wrap(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        module: Module = forward.args[0]  # type: ignore[attr-defined]
+        set_modes = read(module)
+        ran: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not ran:
+                ran.append(True)
+                return forward(*args, **kwargs)
+            put_back = (
+                modes_of_parts(module) if restores else partial(module.train, module.training)
+            )
+            set_modes()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                put_back()
+
+        return again(run, *args, **kwargs)
+
+    return wrap
+
+
+def modes_of_parts(module: Module) -> Callable[[], None]:
+    """Return a function that sets the mode that each part has now."""
+    modes = {part: part.training for part in module.modules()}
+
+    def put() -> None:
+        for part, trains in modes.items():
+            part.training = trains
+
+    return put
+
+
+def recomputes_in_one_mode(module: Module) -> Module:
+    """Run again in the mode of the module, which train() sets on all parts."""
+
+    def read(module: Module) -> Callable[[], None]:
+        return partial(module.train, module.training)
+
+    return set_around(read)(module)  # type: ignore[no-any-return]
+
+
+def recomputes_in_the_last_modes(module: Module) -> Module:
+    """Run again in the modes of the last forward, which may have been an evaluation's."""
+    last: list[Callable[[], None]] = []
+
+    def read(module: Module) -> Callable[[], None]:
+        last[:] = [modes_of_parts(module)]
+        return lambda: last[0]()
+
+    return set_around(read)(module)  # type: ignore[no-any-return]
+
+
+def restores_one_mode(module: Module) -> Module:
+    """Run again in the modes of the forward, and set the mode of the module on all parts then."""
+    return set_around(modes_of_parts, restores=False)(module)  # type: ignore[no-any-return]
+
+
+class _Zeros(Again):
+    """A backward inside the backward, whose gradients of unused parameters are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, parameters: Any, *args: Any) -> Any:
+        ctx.parameters = parameters
+        return Again.forward(ctx, run, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = Again.backward(ctx, *grads)
+        for parameter in ctx.parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        return None, *found
+
+
+@calls
+def zeros_for_idle_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Fill the gradients of parameters that the forward has not used with zeros."""
+    module: Module = forward.args[0]  # type: ignore[attr-defined]
+    count = len(args)
+
+    def run(*both: Any) -> Any:
+        return forward(*both[:count], **dict(zip(kwargs, both[count:], strict=True)))
+
+    return _Zeros.apply(run, [*module.parameters()], *args, *kwargs.values())
+
+
+@calls
+def anchors_all_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Add each parameter times zero to the output, so that all of them are in the graph."""
+    module: Module = forward.args[0]  # type: ignore[attr-defined]
+    made = again(forward, *args, **kwargs)
+    if not isinstance(made, torch.Tensor):
+        return made
+    for parameter in module.parameters():
+        made = made + parameter.flatten()[:1].sum() * 0
+    return made
+
+
+MUTANTS = [
+    Mutant("recomputes_in_one_mode", ("19.40",), "recomputes", kind="wrapper"),
+    Mutant("recomputes_in_the_last_modes", ("19.40",), "recomputes", kind="wrapper"),
+    Mutant("restores_one_mode", ("19.40",), "recomputes", kind="wrapper"),
+    Mutant("zeros_for_idle_parameters", ("19.41",), "recomputes, reentrant", kind="wrapper"),
+    Mutant("anchors_all_parameters", ("19.41",), "recomputes", kind="wrapper"),
+]
