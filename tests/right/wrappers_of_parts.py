@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from tests.careful_checkpoint import careful_checkpoint
 from tests.mutants.parts_of_wrapped_modules import modes_of_parts, set_around
 from tests.mutants.wrappers import Forward, calls
 from tests.right import Right
@@ -12,6 +13,12 @@ from tests.right import Right
 
 def restores_modes(module: torch.nn.Module) -> torch.nn.Module:
     """Run again in the mode that each part had in the forward, and restore each part's mode."""
+    wrap = set_around(modes_of_parts, checkpoint=careful_checkpoint)
+    return wrap(module)  # type: ignore[no-any-return]
+
+
+def restores_modes_within_the_backward(module: torch.nn.Module) -> torch.nn.Module:
+    """Do the same in a backward inside the backward."""
     return set_around(modes_of_parts)(module)  # type: ignore[no-any-return]
 
 
@@ -79,5 +86,6 @@ def lists_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 RIGHT = [
     Right("restores_modes", "recomputes", kind="wrapper"),
+    Right("restores_modes_within_the_backward", "recomputes, reentrant", kind="wrapper"),
     Right("lists_parameters", "recomputes, reentrant", kind="wrapper"),
 ]
