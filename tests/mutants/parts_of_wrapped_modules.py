@@ -97,6 +97,24 @@ def restores_one_mode(module: Module) -> Module:
     return set_around(modes_of_parts, restores=False, checkpoint=again)(module)  # type: ignore[no-any-return]
 
 
+@calls
+def uncounts_batches_of_frozen_norms(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Take back the second count of batches, also of norms in evaluation mode, which count none."""
+    module: Module = forward.args[0]  # type: ignore[attr-defined]
+    ran: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made = forward(*args, **kwargs)
+        if ran:
+            for name, buffer in module.named_buffers():
+                if name.endswith("num_batches_tracked"):
+                    buffer -= 1
+        ran.append(True)
+        return made
+
+    return _within_backward(run, *args, **kwargs)
+
+
 class _Zeros(Again):
     """A backward inside the backward, whose gradients of unused parameters are zeros."""
 
@@ -141,6 +159,7 @@ def anchors_all_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 MUTANTS = [
     Mutant("recomputes_in_one_mode", ("19.40",), "recomputes, reentrant", kind="wrapper"),
     Mutant("recomputes_in_the_last_modes", ("19.40",), "recomputes, reentrant", kind="wrapper"),
+    Mutant("uncounts_batches_of_frozen_norms", ("19.40",), "recomputes, reentrant", kind="wrapper"),
     Mutant("restores_one_mode", ("19.40",), "recomputes", kind="wrapper"),
     Mutant("zeros_for_idle_parameters", ("19.41",), "recomputes, reentrant", kind="wrapper"),
     Mutant("anchors_all_parameters", ("19.41",), "recomputes", kind="wrapper"),

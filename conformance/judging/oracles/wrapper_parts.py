@@ -72,5 +72,5 @@ def require_frozen_buffers(runs: Runs, found: Found) -> None:
                     got is not None and got.shape == right.shape and bool((got == right).all()),
                     "buffers that stay as they are, of a norm in evaluation mode",
                     f"rank {rank.rank}, step {step} of {name}: buffer {buffer} is another",
-                    "the forward ran again in training mode",
+                    "the norm ran again in training mode, or the wrapper writes to buffers",
                 )
