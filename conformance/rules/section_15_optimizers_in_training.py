@@ -150,7 +150,8 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     remedy="a step that returns early without gradients; a list of parameters that is made once; "
     "requires_grad in place of the gradient that is there; the state of a parameter, or of its "
     "rows, that is dropped after some steps without a gradient or with zeros, or while it is "
-    "frozen, or if a group is added then; one count of steps for a group of parameters",
+    "frozen, or if a group is added then; one count of steps for a group of parameters; a "
+    "zero_grad() that clears the parameters that are trained now, or were at first",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
@@ -164,8 +165,10 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
     alone, and two are trained from the 20th to 250th step on. Of four more the gradients are zeros,
     in whole or in some rows, for as many steps in a row or in turns. Meanwhile a group is added:
-    parameters that are frozen then, or have no gradient, keep their states. The numbers and the
-    parameters are drawn from the session's seed.
+    parameters that are frozen then, or have no gradient, keep their states. In drawn steps
+    zero_grad() of the optimizer clears the gradients before the backward, or after the step before:
+    also those of parameters that were frozen since, or thawed. The numbers and the parameters are
+    drawn from the session's seed.
 
     Without an averager and without the claim ``averages`` all ranks have the same gradients.
     """

@@ -352,6 +352,11 @@ class Setting:
         """Return how many of the groups there are in a step; -1 for those at the construction."""
         return len(self.groups) - sum(added > step for added in self.added)
 
+    def in_no_group(self, step: int) -> set[int]:
+        """Return the parameters whose groups are added after a step."""
+        later = self.groups[self.groups_at(step) :]
+        return {index for indices, _ in later for index in indices}
+
 
 _SETTINGS = {
     "": Setting(warmup=10, period=4),

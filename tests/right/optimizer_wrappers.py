@@ -56,6 +56,13 @@ class Delegates:
         self._averager.step = state[1]
 
 
+class LeavesZeros(Delegates):
+    """The same, whose zero_grad() fills gradients with zeros, whatever its argument."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none=False)
+
+
 class ListsGroups(Delegates):
     """The same with a list of the groups, which a load and an added group renew."""
 
@@ -441,7 +448,7 @@ def without_momentum(params: Any, lr: float) -> Any:
 RIGHT = [
     *(
         Right(name, kind="optimizer")
-        for name in ("by_hooks", "Delegates", "ListsGroups", "BySlices")
+        for name in ("by_hooks", "Delegates", "LeavesZeros", "ListsGroups", "BySlices")
     ),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),

@@ -64,7 +64,4 @@ class Options:
 
 def is_in_a_group(plan: Setting, index: int, step: int) -> bool:
     """Return whether a parameter is in a parameter group at a step."""
-    if not plan.groups:
-        return True
-    later = plan.groups[plan.groups_at(step) :]
-    return not any(index in indices for indices, _ in later)
+    return index not in plan.in_no_group(step)

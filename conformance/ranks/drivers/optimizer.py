@@ -13,12 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._means_in_flight import hold_means_back
 from conformance.ranks.drivers._optimizer_backwards import run_backwards, without_average
+from conformance.ranks.drivers._optimizer_clearing import (
+    clear_after,
+    clear_before,
+    zero_gradients,
+)
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import (
     errors_as_optimizer,
-    gradients_left,
     read_consolidated,
     written_and_read,
 )
@@ -184,7 +188,8 @@ class OptimizerDriver(RankDriver):
             self._train(number, kind)
         self._keep_parameters()
         if self.scenario.variant == "zeroed":
-            self._zero_gradients(number)
+            zero_gradients(self, number)
+        clear_after(self, number)
         if number == self.setting.back[1]:
             self._take_snapshot()
         resume = self.scenario.resume
@@ -287,7 +292,7 @@ class OptimizerDriver(RankDriver):
         """Leave this step's gradients on the parameters."""
         # A trainer may write to the gradients of the step before.
         if self.scenario.variant not in ("zeroed", ASSIGNED.variant):
-            self._forget_gradients()
+            clear_before(self, number)
         grads = self._gradients(number, kind)
         if self.ddp is not None:
             is_local = self.averager is not None and number >= self.setting.warmup
@@ -299,9 +304,9 @@ class OptimizerDriver(RankDriver):
             run_backwards(self, number, grads)
             return
         for parameter, grad in zip(self.params, grads, strict=True):
-            if parameter.grad is None or grad is None:
+            if parameter.grad is None:
                 parameter.grad = grad
-            else:
+            elif grad is not None:
                 parameter.grad.add_(grad)
 
     def _gradients(self, number: int, kind: str) -> list[torch.Tensor | None]:
@@ -352,7 +357,7 @@ class OptimizerDriver(RankDriver):
         def closure() -> torch.Tensor:
             calls.append(torch.is_grad_enabled())
             with torch.enable_grad():
-                self._forget_gradients()
+                clear_before(self, number)
                 grads = self._gradients(number, kind)
                 value = loss_of(self.scenario, number, self.group_rank, self.size)
                 loss: torch.Tensor = self.model(grads) + value
@@ -380,7 +385,7 @@ class OptimizerDriver(RankDriver):
         return Scaler(plan, self.device, self.optimizer, takes_scale, alone)
 
     def _step_with_scaler(self, scaler: Scaler, number: int, kind: str) -> None:
-        self._forget_gradients()
+        clear_before(self, number)
         overflows = scaler.overflows(number, self.group_rank, self.size)
         grads = scaler.scaled(self._gradients(number, kind), overflows)
         scaler.backward(self.model(grads))
@@ -400,19 +405,8 @@ class OptimizerDriver(RankDriver):
             scaler.step()
         scaler.update(number)
 
-    def _zero_gradients(self, number: int) -> None:
-        keeps = bool(number % 2)
-        options = {"set_to_none": False} if keeps else {}
-        with self.doing("zero_grad"):
-            self.optimizer.zero_grad(**options)
-        self.recorder.event("zeroed", keeps=keeps, **gradients_left(self.params))
-
     def _laid_out(self, index: int, values: torch.Tensor) -> torch.Tensor:
         return lay_out(values, self.scenario.params[index].layout)
-
-    def _forget_gradients(self) -> None:
-        for parameter in self.params:
-            parameter.grad = None
 
     @torch.no_grad()
     def _fill(self, values: list[torch.Tensor]) -> None:
