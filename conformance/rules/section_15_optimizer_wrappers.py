@@ -164,11 +164,13 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     "pytorch #54736, #59973",
     remedy="options of a group other than the first; add_param_group has to update the wrapped "
     "optimizer and the partition; an iterator of parameters that is read twice; entries of a group "
-    "that are no options; zero_grad(), which has to clear an added group, too",
+    "that are no options; zero_grad(), which has to clear an added group, too; options of the "
+    "construction, which count in groups that leave them out",
 )
 def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter group is stepped with its own learning rate, momentum and weight decay, a
-    group from add_param_group from its next step on; parameters in no group keep their values. The
+    group from add_param_group from its next step on; parameters in no group keep their values.
+    Options that a group leaves out, an added one too, are those of the construction. The
     user's own entries in a group, such as a name, stay there. The group from add_param_group has
     its parameters as an iterator, as model.head.parameters() is one, which can be read once.
     Before drawn steps, zero_grad() of the optimizer clears the gradients of all groups."""

@@ -123,13 +123,16 @@ def random_dtypes(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.optim.SGD and Adam; OneCycleLR, which writes momentum and "
     "betas",
     remedy="options other than lr that are copied once; options of a closure's step; an added "
-    "group with the options of the first",
+    "group with the options of the first; options of the construction, which count in groups that "
+    "leave them out",
 )
 def every_option(run: Run, claims: Claims, found: Found) -> None:
     """Momentum, dampening, weight decay, nesterov, maximize, betas, eps and amsgrad of each group
-    count, also after they are rewritten, with closures, and in a group that is added.
+    count, also after they are rewritten, with closures, and in a group that is added. Options that
+    a group leaves out are those of the construction.
 
-    All numbers, and the step at which the group is added, are drawn from the session's seed.
+    All numbers, the options that are left out, and the step at which the group is added, are drawn
+    from the session's seed.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
@@ -272,7 +275,8 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     group has amsgrad. The user's own entries in groups, such as a name or initial_lr, are saved
     and loaded like options; their names and values are drawn. At a drawn step after the save, or
     after the load, one more group is added: it is stepped, averaged, and has the rate that is
-    written to it.
+    written to it. Options that a group leaves out are those of the construction, which are the same
+    in both processes.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")
@@ -369,7 +373,8 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     remedy="a list of options for a few groups; groups that are joined beyond a number",
 )
 def many_groups(run: Run, claims: Claims, found: Found) -> None:
-    """With 12 to 40 parameter groups each parameter is stepped with the options of its own group.
+    """With 12 to 40 parameter groups each parameter is stepped with the options of its own group,
+    and with those of the construction that its group leaves out.
 
     The number of groups, their parameters and their options are drawn from the session's seed.
     """

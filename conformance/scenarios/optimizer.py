@@ -56,7 +56,8 @@ RANDOM = replace(
 GROUPS = replace(
     PLAIN,
     name="optimizer_groups",
-    summary="parameter groups with options of their own; one is added before step 2",
+    summary="parameter groups with options of their own, and some of the construction; one is "
+    "added before step 2",
     steps=("crafted",) * 4,
     world_sizes=(3,),
     variant="groups",
@@ -302,8 +303,8 @@ class Setting:
         period: the averager's period, in steps.
         options: the optimizer's options. Momentum 1 adds up gradients; it needs no more digits at
             each step, as 0.5 would.
-        groups: parameters and options of the parameter groups; () for one group of all parameters,
-            with ``options``.
+        groups: parameters and options of the parameter groups; those that a group leaves out are
+            in ``options``; () for one group of all parameters.
         added: the steps before which the last groups are added, in order, one in each.
         rates: the learning rate of each step, if rates are written to param_groups.
         changes: the options that are written to parameter groups before a step, by step and by
@@ -363,14 +364,6 @@ _SETTINGS = {
     "ddp": Setting(warmup=10, period=4),
     "adam": Setting(warmup=6, period=2, options={"lr": 2.0**-7}),
     "dtypes": Setting(warmup=0, period=1, options={"lr": 1.0}),
-    "groups": Setting(
-        groups=(
-            ((0, 3), {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.5}),
-            ((1, 2), {"lr": 2.0**-3, "momentum": 1.0, "weight_decay": 0.0}),
-            ((4,), {"lr": 0.25, "momentum": 0.0, "weight_decay": 0.0}),
-        ),
-        added=(2,),
-    ),
     "scheduled": Setting(rates=(2.0**-3, 2.0**-2, 2.0**-4, 2.0**-1, 0.0, 2.0**-3)),
     "reloaded": Setting(
         # No rate is written before the state is restored: a rate that the kit writes would hide

@@ -13,8 +13,16 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.interrupts import ERROR, drawn_interrupts
 from conformance.scenarios.model import Observation, Param, Scenario
-from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer import _PARAMS, DTYPES, GROUPS, PLAIN, SAVED, Setting, setting
 from conformance.scenarios.optimizer_backwards import ACCUMULATED_BFLOAT16, setting_in_half
+from conformance.scenarios.optimizer_groups import (
+    OF_ADAM,
+    OF_SGD,
+    few_groups,
+    groups_together,
+    leaving_out,
+    many_groups,
+)
 from conformance.scenarios.optimizer_loops import (
     AUTOCAST,
     RENEWED,
@@ -253,6 +261,8 @@ def plan_of(scenario: Scenario) -> Setting:
 
 def _plan_of(scenario: Scenario) -> Setting:
     match scenario.variant:
+        case GROUPS.variant:
+            return few_groups(generator(scenario))
         case "own":
             return Setting(options={"lr": 2.0**-3, "momentum": 0.0})
         case "long":
@@ -274,10 +284,10 @@ def _plan_of(scenario: Scenario) -> Setting:
         case "adam_options":
             return _adam_options(generator(scenario))
         case "many_groups":
-            return _many_groups(len(scenario.params), generator(scenario, "groups"))
+            return many_groups(len(scenario.params), generator(scenario, "groups"))
         case "together":
             draw = shared_generator(scenario, "groups")
-            return _groups_together(len(scenario.params), draw)
+            return groups_together(len(scenario.params), draw)
         case "adamw":
             return _adamw(_one_group(_adamw_options, generator(scenario), len(scenario.params)))
         case "adagrad":
@@ -324,7 +334,9 @@ def _sgd_options(draw: random.Random) -> Setting:
             "maximize": draw.random() < 0.5,
         }
 
-    groups = tuple((indices, options(bool(n % 2))) for n, indices in enumerate(_GROUPS))
+    of_all = options(draw.random() < 0.5)
+    all_options = [(indices, options(bool(n % 2))) for n, indices in enumerate(_GROUPS)]
+    groups = leaving_out(all_options, draw, OF_SGD, added=1)
     changes = {}
     for step in range(1, 8):
         # As OneCycleLR: the momentum falls while the rate rises.
@@ -334,10 +346,10 @@ def _sgd_options(draw: random.Random) -> Setting:
             "weight_decay": draw.uniform(0.01, 0.2),
         }
         number = draw.randrange(2)
-        if not groups[number][1]["nesterov"]:
+        if not {**of_all, **groups[number][1]}["nesterov"]:
             written["dampening"] = draw.uniform(0.1, 0.5)
         changes[step] = {number: written}
-    return Setting(groups=groups, added=(draw.randint(2, 5),), changes=changes)
+    return Setting(options=of_all, groups=groups, added=(draw.randint(2, 5),), changes=changes)
 
 
 def _adam_options(draw: random.Random) -> Setting:
@@ -354,7 +366,9 @@ def _adam_options(draw: random.Random) -> Setting:
             "maximize": draw.random() < 0.5,
         }
 
-    groups = tuple((indices, options(bool(n % 2))) for n, indices in enumerate(_GROUPS))
+    of_all = options(draw.random() < 0.5)
+    all_options = [(indices, options(bool(n % 2))) for n, indices in enumerate(_GROUPS)]
+    groups = leaving_out(all_options, draw, OF_ADAM, added=1)
     changes = {
         step: {
             draw.randrange(2): {
@@ -366,9 +380,7 @@ def _adam_options(draw: random.Random) -> Setting:
         }
         for step in range(1, 8)
     }
-    return Setting(
-        options={"lr": 2.0**-7}, groups=groups, added=(draw.randint(2, 5),), changes=changes
-    )
+    return Setting(options=of_all, groups=groups, added=(draw.randint(2, 5),), changes=changes)
 
 
 def _one_group(
@@ -407,40 +419,6 @@ def _adagrad_options(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _many_groups(params: int, draw: random.Random, most: int = 40) -> Setting:
-    """Divide the parameters among 12 to ``most`` groups, each with one parameter at least."""
-    count = draw.randint(12, most)
-    places = draw.sample(range(params), params)
-    members = [[place] for place in places[:count]]
-    for place in places[count:]:
-        draw.choice(members).append(place)
-    groups = tuple(
-        (
-            tuple(sorted(indices)),
-            {
-                "lr": draw.uniform(0.01, 0.2),
-                "momentum": draw.uniform(0.5, 0.95),
-                "weight_decay": draw.uniform(0.01, 0.2),
-            },
-        )
-        for indices in members
-    )
-    return Setting(warmup=2, period=2, groups=groups)
-
-
-def _groups_together(params: int, draw: random.Random) -> Setting:
-    """Divide the parameters among 12 to 24 groups; every other step rewrites some options."""
-    plan = _many_groups(params, draw, most=24)
-    changes = {
-        step: {
-            group: {"lr": draw.uniform(0.01, 0.2), "momentum": draw.uniform(0.5, 0.95)}
-            for group in draw.sample(range(len(plan.groups)), 3)
-        }
-        for step in range(1, 8, 2)
-    }
-    return replace(plan, changes=changes)
-
-
 def _saved_groups(draw: random.Random) -> Setting:
     warmup = draw.randint(5, 8)
     saves_at = draw.randint(3, warmup - 1)
@@ -448,20 +426,24 @@ def _saved_groups(draw: random.Random) -> Setting:
     def rate() -> dict[str, Any]:
         return {"lr": draw.uniform(0.01, 0.1)}
 
-    groups = (
+    of_all = {
+        **rate(),
+        "betas": (draw.uniform(0.5, 0.9), 0.9),
+        "weight_decay": draw.uniform(0.01, 0.2),
+    }
+    largest = {
+        **rate(),
+        "betas": (0.9, draw.uniform(0.5, 0.8)),
+        "weight_decay": draw.uniform(0.01, 0.2),
+        "amsgrad": True,
+    }
+    others = (
         ((0, 2, 4), {**rate(), "betas": (0.8, 0.95)}),
-        (
-            (1, 3),
-            {
-                **rate(),
-                "betas": (0.9, draw.uniform(0.5, 0.8)),
-                "weight_decay": draw.uniform(0.01, 0.2),
-                "amsgrad": True,
-            },
-        ),
         ((5, 6), {**rate(), "betas": (draw.uniform(0.5, 0.9), 0.9)}),
         ((7,), {**rate(), "betas": (draw.uniform(0.5, 0.9), 0.9)}),
     )
+    first, *later = leaving_out(others, draw, (("lr",), ("betas",)), added=2)
+    groups = (first, ((1, 3), largest), *later)
     added = draw.randint(1, saves_at - 1)
     changes: dict[int, dict[int, dict[str, Any]]] = {1: {0: rate(), 1: rate()}}
     changes.setdefault(added, {})[2] = rate()
@@ -478,7 +460,7 @@ def _saved_groups(draw: random.Random) -> Setting:
     return Setting(
         warmup=warmup,
         period=3,
-        options={"lr": 2.0**-7},
+        options=of_all,
         groups=groups,
         added=(added, added_late),
         changes=changes,

@@ -51,6 +51,7 @@ from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import turn
 from conformance.scenarios.optimizer import START
 from conformance.scenarios.optimizer_backwards import ASSIGNED, change_before, is_in_half
+from conformance.scenarios.optimizer_clearing import Clearing, clearing_before
 from conformance.scenarios.optimizer_gradients import first_kind, freezes_late
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
@@ -84,6 +85,10 @@ class OptimizerStep:
 
 # Looking for causes takes longer than judging: only the first failures of a run have one.
 MAX_EXPLAINED = 50
+
+# A mistake with groups that leave out options, and the options of SGD that they get then.
+_LEFT_OUT = "the options of the construction have not reached its group, which leaves some out"
+_OF_CLASS = {"lr": 1e-3}
 
 Steps = Mapping[tuple[int, int], OptimizerStep]
 # A known mistake: the parameter that it leaves on a rank, from that rank's right step.
@@ -299,7 +304,9 @@ def _cause(run: Run, right: Steps, rank: int, step: int, index: int, got: torch.
     right_step = right[rank, step]
     step = min(step, len(run.scenario.steps) - 1)
     for name, value in _known_results(run, right, right_step, rank, step, index).items():
-        if len(got) and torch.equal(got, value):
+        # The class has a rate that rounds.
+        tolerance = 4 * torch.finfo(torch.float32).eps if name == _LEFT_OUT else 0.0
+        if len(got) and torch.allclose(got, value, rtol=tolerance, atol=0.0):
             return name
     ranks = right_step.averaged or (rank,)
     if any(gradient_of_step(run, other, step, index) is None for other in ranks):
@@ -374,10 +381,24 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
         update = right.stepped[index] - right.before[index]
         return right.stepped[index] + momentum * update - rate * gradient(rank)
 
+    own = next((others for indices, others in plan.groups if index in indices), options)
+    chosen = {**options, **own}
+
+    def step_uncleared(right: OptimizerStep, rank: int) -> torch.Tensor:
+        old = gradient_of_step(run, rank, step - 1, index)
+        update = torch.zeros(()) if old is None else old
+        if gradient_of_step(run, rank, step, index) is None:
+            update = update + chosen.get("momentum", 0.0) * right.momenta[index]
+        return right.stepped[index] - chosen["lr"] * update
+
     mistakes: dict[str, Mistake] = {"it was not stepped": lambda right, _: right.before[index]}
+    if step and clearing_before(run.scenario, step) is not Clearing.BY_TRAINER:
+        mistakes["zero_grad() has left the gradient of the step before"] = step_uncleared
+    if set(options) - set(own):
+        mistakes[_LEFT_OUT] = partial(step_with, options={**_OF_CLASS, **own})
     for number, (_, others) in enumerate(plan.groups):
         name = f"it was stepped with the options of group {number}"
-        mistakes[name] = partial(step_with, options=others)
+        mistakes[name] = partial(step_with, options={**options, **others})
     # The other mistakes are computed with one set of options for all parameters.
     if plan.groups:
         return mistakes

@@ -8,7 +8,6 @@ from conformance.judging.oracles.optimizer_gradients import construction, has_ow
 from conformance.judging.oracles.optimizer_options import Options
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.optimizer import Setting
 from conformance.scenarios.optimizer_training import plan_of
 from conformance.scenarios.own_entries import entries_at
 
@@ -95,7 +94,7 @@ def require_own_entries(run: Run, found: Found) -> None:
     for rank in run.ranks:
         for event in rank.all("entries"):
             step = event["step"]
-            if run.scenario.resume.resumes and event["rates"] != _rates_at(plan, step):
+            if run.scenario.resume.resumes and event["rates"] != _rates_at(run, step):
                 found.leaves_out(OLD_GROUPS)
                 continue
             for number, entries in enumerate(entries_at(plan, step)):
@@ -110,9 +109,10 @@ def require_own_entries(run: Run, found: Found) -> None:
                     )
 
 
-def _rates_at(plan: Setting, step: int) -> list[float]:
+def _rates_at(run: Run, step: int) -> list[float]:
     """Return the learning rates of the groups before a step of processes that load a state."""
-    options = Options(plan, {})
+    plan = plan_of(run.scenario)
+    options = Options(plan, construction(run)["options"])
     for earlier in range(step + 1):
         options.begin_step(earlier)
     return options.rates()[: plan.groups_at(step)]

@@ -12,14 +12,15 @@ class Options:
 
     Args:
         plan: the groups, and what is written to them.
-        of_all: the options of parameters if there are no groups.
+        of_all: the options of the construction, for parameters if there are no groups, and for
+            groups that leave out some.
     """
 
     def __init__(self, plan: Setting, of_all: Mapping[str, Any]) -> None:
         self._plan = plan
         self._of_all = dict(of_all)
         self._indices = [indices for indices, _ in plan.groups]
-        self._of_groups = [dict(options) for _, options in plan.groups]
+        self._of_groups = [{**of_all, **options} for _, options in plan.groups]
 
     def begin_step(self, step: int) -> None:
         """Write the options of a step."""
