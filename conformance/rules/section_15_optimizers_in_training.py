@@ -230,17 +230,19 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     owns=(TWO, TWO_GROUPS),
     needs=BASIC,
     since="1.2",
-    source="training of two models in one process, such as a GAN",
+    source="training of two models in one process, such as a GAN; Muon for matrices and AdamW for "
+    "the rest, whose gradients come from one backward",
     remedy="counts, buffers, states, or the group's size, in the class or the module instead of "
-    "the object",
+    "the object; a mark of a backward that one optimizer sets, and another one finds",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
     """Two optimizers of two models that take turns in a drawn order each step their own model, with
-    the ranks of their own group.
+    the ranks of their own group. Before drawn pairs of their steps both models get their gradients,
+    by one backward of both losses, if the optimizers average gradients, or by two.
 
     In one run both are on the same ranks. In another one WORLD has four or five ranks, and the
     other group two or three of them; which model has which group is drawn. Under ``world_only``
-    both have WORLD.
+    both have WORLD. On two groups backwards are separate.
     """
     if run.ranks[0].first("two") is None:
         found.does_not_apply("the target is one existing object, which cannot be made twice")

@@ -53,6 +53,7 @@ from conformance.scenarios.optimizer import START
 from conformance.scenarios.optimizer_backwards import ASSIGNED, change_before, is_in_half
 from conformance.scenarios.optimizer_clearing import Clearing, clearing_before
 from conformance.scenarios.optimizer_gradients import first_kind, freezes_late
+from conformance.scenarios.optimizer_pairs import pair_of
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_exact,
@@ -411,6 +412,7 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
         mistakes["it was stepped with the gradient from before p.grad was changed"] = step_unchanged
     is_assigned = run.scenario.variant == ASSIGNED.variant
     is_seen_late = is_assigned or index in freezes_late(run.scenario)
+    is_seen_late |= pair_of(run.scenario, step) is not None
     if is_seen_late and averages_gradients(run.scenario):
 
         def step_alone(right: OptimizerStep, rank: int) -> torch.Tensor:

@@ -1,16 +1,28 @@
-"""Writes parameters between the steps of an optimizer wrapper, replaces them in their groups, or
-freezes them.
+"""Writes parameters and options between the steps of an optimizer wrapper, replaces parameters in
+their groups, or freezes them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from conformance.ranks.drivers._optimizer_use import written_and_read
 from conformance.ranks.models.probe import Probe
+from conformance.records.recorder import Recorder
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.optimizer import Write, Writing
+from conformance.scenarios.optimizer import Setting, Write, Writing
 from conformance.scenarios.optimizer_gradients import freezes_late
+
+
+class Training(Protocol):
+    """The parts of the driver of optimizers that are needed to write options."""
+
+    setting: Setting
+    optimizer: Any
+    recorder: Recorder
+
+    def doing(self, activity: str) -> Any: ...
 
 
 @torch.no_grad()
@@ -78,7 +90,30 @@ def freeze_late(scenario: Scenario, params: Sequence[torch.Tensor], step: int) -
             params[index].requires_grad_(False)
 
 
-def write_options(group: dict[str, Any], written: Mapping[str, Any]) -> None:
+def write_step_options(driver: Training, step: int) -> None:
+    """Write a step's options to the parameter groups, as schedulers do."""
+    plan = driver.setting
+    rate = plan.rates[step] if plan.rates else None
+    changes = plan.changes.get(step, {})
+    with driver.doing("param_groups"):
+        groups = driver.optimizer.param_groups if rate is not None or changes else []
+        for group in groups if rate is not None else ():
+            group["lr"] = rate
+        for place, written in changes.items():
+            # Without a group that was added, its parameters are not stepped with these options.
+            if place < len(groups):
+                _write_options(groups[place], written)
+    if plan.entries:
+        with driver.doing("param_groups"):
+            read = written_and_read(driver.optimizer.param_groups, plan, step)
+        driver.recorder.event("entries", **read)
+    if plan.has_tensor_rates:
+        with driver.doing("param_groups"):
+            rates = [group["lr"] for group in driver.optimizer.param_groups]
+        driver.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
+
+
+def _write_options(group: dict[str, Any], written: Mapping[str, Any]) -> None:
     """Write options to a parameter group; fill a learning rate in a tensor, as schedulers do."""
     for name, value in written.items():
         if name == "lr" and isinstance(group["lr"], torch.Tensor):

@@ -20,13 +20,18 @@ from conformance.ranks.drivers._optimizer_clearing import (
 )
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
+from conformance.ranks.drivers._optimizer_pairs import leave_gradients
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import (
     errors_as_optimizer,
     read_consolidated,
-    written_and_read,
 )
-from conformance.ranks.drivers._optimizer_writes import freeze_late, renew, write, write_options
+from conformance.ranks.drivers._optimizer_writes import (
+    freeze_late,
+    renew,
+    write,
+    write_step_options,
+)
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
@@ -167,8 +172,7 @@ class OptimizerDriver(RankDriver):
 
     def _step(self, number: int, kind: str) -> None:
         """Train one step."""
-        for name, value in self._trainings[turn(self.scenario, number)[0]].items():
-            setattr(self, name, value)
+        self.take_turn(number)
         self.begin_step(number, kind)
         self._set_frozen(number)
         if number in (self.setting.back[0], *self.setting.again):
@@ -179,13 +183,13 @@ class OptimizerDriver(RankDriver):
             group["params"] = iter(group["params"])
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(group)
-        self._write_options(number)
+        write_step_options(self, number)
         if number in self.setting.writes:
             self._write_parameters(self.setting.writes[number], number)
         if self.averager:
             self.averager.before_step()
         with self.autocast():
-            self._train(number, kind)
+            self._train(number)
         self._keep_parameters()
         if self.scenario.variant == "zeroed":
             zero_gradients(self, number)
@@ -198,16 +202,21 @@ class OptimizerDriver(RankDriver):
         if number == resume.saves_at - 1 and not resume.resumes:
             self._save()
 
-    def _train(self, number: int, kind: str) -> None:
+    def take_turn(self, step: int) -> None:
+        """Go on with the model whose turn a step is."""
+        for name, value in self._trainings[turn(self.scenario, step)[0]].items():
+            setattr(self, name, value)
+
+    def _train(self, number: int) -> None:
         """Compute the gradients of a step, and step the optimizer."""
         if is_closed(self.scenario, number):
             if raised := raised_before(self.scenario, number):
                 self._skip_batch(raised)
-            self._step_with_closure(number, kind)
+            self._step_with_closure(number)
         elif self._scaler and not self._scaler.is_refused:
-            self._step_with_scaler(self._scaler, number, kind)
+            self._step_with_scaler(self._scaler, number)
         else:
-            self._backward(number, kind)
+            leave_gradients(self, number)
             freeze_late(self.scenario, self.params, number)
             with self.inside("step"), without_average(self, number):
                 self.optimizer.step()
@@ -243,27 +252,6 @@ class OptimizerDriver(RankDriver):
 
     # Parts of a step
 
-    def _write_options(self, number: int) -> None:
-        """Write this step's options to the parameter groups, as schedulers do."""
-        rate = self.setting.rates[number] if self.setting.rates else None
-        changes = self.setting.changes.get(number, {})
-        with self.doing("param_groups"):
-            groups = self.optimizer.param_groups if rate is not None or changes else []
-            for group in groups if rate is not None else ():
-                group["lr"] = rate
-            for place, written in changes.items():
-                # Without a group that was added, its parameters are not stepped with these options.
-                if place < len(groups):
-                    write_options(groups[place], written)
-        if self.setting.entries:
-            with self.doing("param_groups"):
-                read = written_and_read(self.optimizer.param_groups, self.setting, number)
-            self.recorder.event("entries", **read)
-        if self.setting.has_tensor_rates:
-            with self.doing("param_groups"):
-                rates = [group["lr"] for group in self.optimizer.param_groups]
-            self.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
-
     def _write_parameters(self, plan: Write, number: int) -> None:
         """Give parameters other values, the same on all ranks.
 
@@ -288,12 +276,12 @@ class OptimizerDriver(RankDriver):
         for index, parameter in enumerate(self.params):
             parameter.requires_grad_(not is_frozen(self.scenario, number, index))
 
-    def _backward(self, number: int, kind: str) -> None:
-        """Leave this step's gradients on the parameters."""
+    def backward(self, number: int) -> None:
+        """Leave a step's gradients on the parameters of the model whose turn it is."""
         # A trainer may write to the gradients of the step before.
         if self.scenario.variant not in ("zeroed", ASSIGNED.variant):
             clear_before(self, number)
-        grads = self._gradients(number, kind)
+        grads = self.gradients(number)
         if self.ddp is not None:
             is_local = self.averager is not None and number >= self.setting.warmup
             with self.ddp.no_sync() if is_local else contextlib.nullcontext():
@@ -309,7 +297,9 @@ class OptimizerDriver(RankDriver):
             elif grad is not None:
                 parameter.grad.add_(grad)
 
-    def _gradients(self, number: int, kind: str) -> list[torch.Tensor | None]:
+    def gradients(self, number: int) -> list[torch.Tensor | None]:
+        """Return this rank's gradients of a step."""
+        kind = self.scenario.steps[number]
         return [self._gradient(number, kind, index) for index in range(len(self.params))]
 
     @property
@@ -351,14 +341,14 @@ class OptimizerDriver(RankDriver):
         text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
         self.recorder.event("failed", same=caught is raised, came=text)
 
-    def _step_with_closure(self, number: int, kind: str) -> None:
+    def _step_with_closure(self, number: int) -> None:
         calls: list[bool] = []
 
         def closure() -> torch.Tensor:
             calls.append(torch.is_grad_enabled())
             with torch.enable_grad():
                 clear_before(self, number)
-                grads = self._gradients(number, kind)
+                grads = self.gradients(number)
                 value = loss_of(self.scenario, number, self.group_rank, self.size)
                 loss: torch.Tensor = self.model(grads) + value
                 loss.backward()
@@ -384,10 +374,10 @@ class OptimizerDriver(RankDriver):
         self.recorder.event("scaler", takes_scale=takes_scale, alone=alone)
         return Scaler(plan, self.device, self.optimizer, takes_scale, alone)
 
-    def _step_with_scaler(self, scaler: Scaler, number: int, kind: str) -> None:
+    def _step_with_scaler(self, scaler: Scaler, number: int) -> None:
         clear_before(self, number)
         overflows = scaler.overflows(number, self.group_rank, self.size)
-        grads = scaler.scaled(self._gradients(number, kind), overflows)
+        grads = scaler.scaled(self.gradients(number), overflows)
         scaler.backward(self.model(grads))
         if number == 0:
             with self.doing("param_groups"):
