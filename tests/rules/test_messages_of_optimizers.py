@@ -252,7 +252,8 @@ Actual: rank 0, step N: 2; rank 0, step N: 0""",
 
 
 def test_entries_in_groups_that_are_still_the_old_ones_are_left_out() -> None:
-    rank = RankRecord(0, [event("entries", 0, rates=[0.5], groups=[])], Tensors(0))
+    made = event("made", -1, averager=False, options=OPTIONS, takes_any=True)
+    rank = RankRecord(0, [made, event("entries", 0, rates=[0.5], groups=[])], Tensors(0))
     found = Found()
     require_own_entries(Run(RESUMED_GROUPS, 1, [rank]), found)
     assert not found.failures
