@@ -67,6 +67,7 @@ _MODULES = (
     "joins_in_parts",
     "joins_of_trainers",
     "joins_of_old_values",
+    "joins_of_nested_models",
     "quantized_collectives",
     "summing_collectives",
     "wrappers",

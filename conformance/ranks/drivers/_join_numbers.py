@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from conformance.ranks.drivers._join_parts import parts_of
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.scenarios.join_draws import DIVISOR
@@ -61,7 +62,7 @@ class Numbers:
         self.driver.recorder.step = context
         self._may_ask = self._state_is_local()
         handles = [
-            parameter.register_hook(self._receiver(index))
+            _register_hook(parameter, self._receiver(index))
             for index, parameter in enumerate(self.parameters)
         ]
         try:
@@ -158,30 +159,49 @@ class Numbers:
         return digests
 
 
-def parts_of(subject: Any) -> dict[str, Any]:
-    """Return the attributes of a joinable, by name; those of a module are its own affair."""
-    if isinstance(subject, torch.nn.Module):
-        return {}
-    return {f"{name}.": value for name, value in getattr(subject, "__dict__", {}).items()}
-
-
 def trained_by(subject: Any) -> list[torch.Tensor]:
-    """Return the parameters that a joinable or one of its attributes trains, each once."""
+    """Return the parameters that a joinable or one of its parts trains, each once.
+
+    Those of an optimizer are among them if they are frozen just now, as one of two models that are
+    trained in turns: so all ranks count parameters alike, whatever their last step has been.
+    """
+    parts = (subject, *parts_of(subject).values())
+    optimized = {id(tensor) for part in parts for tensor in _optimized(part)}
     found: dict[int, torch.Tensor] = {}
-    for part in (subject, *parts_of(subject).values()):
-        tensors: list[Any] = []
+    for part in parts:
+        tensors = _optimized(part)
         if isinstance(part, torch.nn.Module):
             tensors = list(part.parameters())
-        elif isinstance(part, torch.optim.Optimizer):
-            tensors = [tensor for group in part.param_groups for tensor in group["params"]]
         elif isinstance(part, (list, tuple)):
             tensors = [tensor for tensor in part if isinstance(tensor, torch.Tensor)]
         elif isinstance(part, torch.Tensor):
             tensors = [part]
         for tensor in tensors:
-            if tensor.requires_grad and tensor.is_leaf:
+            if tensor.is_leaf and (tensor.requires_grad or id(tensor) in optimized):
                 found.setdefault(id(tensor), tensor)
     return list(found.values())
+
+
+def _optimized(part: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer that may have gradients; none of another part."""
+    groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
+    return [
+        tensor
+        for group in groups
+        for tensor in group["params"]
+        if tensor.is_floating_point() or tensor.is_complex()
+    ]
+
+
+def _register_hook(
+    parameter: torch.Tensor, receive: Callable[[torch.Tensor], None]
+) -> torch.utils.hooks.RemovableHandle:
+    """Register a hook of a leaf, also of one that is frozen just now."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_hook(receive)
+    parameter.requires_grad_(is_trained)
+    return handle
 
 
 def _optimizer_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, str]:

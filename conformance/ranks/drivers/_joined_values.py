@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from conformance.ranks.drivers._join_numbers import digest_of, parts_of
+from conformance.ranks.drivers._join_numbers import digest_of
+from conformance.ranks.drivers._join_parts import parts_of
 from conformance.ranks.drivers._joinables import OfGroup
 from conformance.ranks.drivers.base import RankDriver
 
@@ -242,9 +243,10 @@ def numbers_of(subject: Any) -> dict[str, Number]:
     """Return the numbers in floating point among the attributes of a joinable, in dictionaries and
     lists among them, and in the groups of its optimizers.
     """
-    parts = parts_of(subject)
-    found = dict(_numbers_in("", getattr(subject, "__dict__", {}))) if parts else {}
-    for name, part in parts.items():
+    found: dict[str, Number] = {}
+    if not isinstance(subject, torch.nn.Module):
+        found |= _numbers_in("", getattr(subject, "__dict__", {}))
+    for name, part in parts_of(subject).items():
         if isinstance(part, torch.optim.Optimizer):
             for number, group in enumerate(part.param_groups):
                 found |= _numbers_in(f"{name}group {number}, ", group)

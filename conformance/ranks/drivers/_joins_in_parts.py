@@ -21,14 +21,19 @@ the same on all ranks after the join of the uneven inputs, too.
 """
 
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from conformance.ranks.drivers._contexts import Contexts
-from conformance.ranks.drivers._join_numbers import Numbers, digest_of, parts_of, trained_by
+from conformance.ranks.drivers._join_numbers import Numbers, digest_of, trained_by
+from conformance.ranks.drivers._join_parts import (
+    deep_tensors_of,
+    generators_of,
+    named_numbers_of,
+    parts_of,
+)
 from conformance.ranks.drivers._joined_values import (
     GRADIENT,
     Kept,
@@ -320,7 +325,7 @@ class TracedNumbers(Numbers):
             settings=_settings(self.subject),
             is_seen=self._is_seen(set(range(len(self.parameters)))),
             is_held=self._is_seen(set(self.local)),
-            numbers=_numbers(self.subject),
+            numbers={name: repr(one) for name, one in named_numbers_of(self.subject).items()},
         )
         if self.after_step:
             self.after_step()
@@ -397,7 +402,9 @@ class TracedNumbers(Numbers):
             "held",
             when=when,
             parameters=self._parameters(),
-            digests=digests(tensors_of(self.subject, with_gradients=False)),
+            digests=digests(
+                deep_tensors_of(self.subject) | tensors_of(self.subject, with_gradients=False)
+            ),
             generators=_generators(self.subject),
             floats={name: repr(one.value.item()) for name, one in numbers_of(self.subject).items()},
         )
@@ -468,21 +475,12 @@ def _settings(subject: Any) -> dict[str, str]:
     return found
 
 
-def _numbers(subject: Any) -> dict[str, str]:
-    """Return the numbers among the attributes of a joinable: rates, or counts of contexts."""
-    return {
-        name: repr(value)
-        for name, value in getattr(subject, "__dict__", {}).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-
-
 def _generators(subject: Any) -> dict[str, str]:
-    """Return digests of the states of random generators among the attributes of a joinable."""
+    """Return digests of the states of a joinable's random generators."""
     found: dict[str, str] = {}
-    for name, value in getattr(subject, "__dict__", {}).items():
+    for name, value in generators_of(subject).items():
         if isinstance(value, torch.Generator):
             found[name] = digest_of(value.get_state())
-        elif isinstance(value, random.Random):
+        else:
             found[name] = digest_of_bytes(repr(value.getstate()).encode())
     return found

@@ -16,6 +16,7 @@ from conformance.errors import TargetError
 from conformance.ranks.drivers._contexts import Contexts, Steps
 from conformance.ranks.drivers._counters import Counters
 from conformance.ranks.drivers._join_numbers import Numbers
+from conformance.ranks.drivers._join_parts import parts_of
 from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers._joins_in_loops import ContextInLoops
 from conformance.ranks.drivers._joins_in_parts import InParts
@@ -178,9 +179,12 @@ class _Joinable(Contexts):
         """Run it beside a joinable that reads the modes; the modes of its modules are drawn."""
         self.reader = ModeReader(self.driver)
         counter = ReadingCounter(self.reader, 0, self.notify)
-        parts = getattr(self.subject, "__dict__", {})
-        for name, part in {"subject": self.subject, **parts}.items():
+        attributes = getattr(self.subject, "__dict__", {})
+        for name, part in {"subject": self.subject, **attributes}.items():
             self.reader.watch(name, part)
+        for name, part in parts_of(self.subject).items():
+            if name.removesuffix(".") not in attributes:
+                self.reader.watch(name.removesuffix("."), part)
         for number, context in enumerate(loop_contexts(self.driver.scenario, self.driver.world)):
             if context.ending == ENDS:
                 self._contexts = number
