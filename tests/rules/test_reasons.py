@@ -190,7 +190,7 @@ there is one rank
 there is one rank
 judged as a joinable, in torch's context
 it is a joinable: this rule applies to contexts
-it leaves no gradients in parameters that autograd trains
+the kit finds no parameters in its attributes, or in objects that these hold
 it has no parameters, buffers or state_dict() that ranks replicate after even inputs
 scatter gives each rank other messages, or 18.34 judges it""",
     )

@@ -51,7 +51,7 @@ from conformance.records.run import Run
 from conformance.scenarios.join_draws import divides_by_all
 
 NO_GRADIENTS = "it leaves no gradients in parameters that autograd trains"
-NO_PARAMETERS = "the kit finds no parameters in its attributes, nor in objects that these hold"
+NO_PARAMETERS_FOUND = "the kit finds no parameters in its attributes, or in objects that these hold"
 OTHER_GRADIENTS = "after even inputs its gradients are neither means nor sums over ranks"
 # Names of parameters and of an optimizer's state, see ``ranks/drivers/_join_numbers.py``.
 _OF_TRAINING = re.compile(r"(?:^|\.)(?:parameter|group) \d")
@@ -86,7 +86,7 @@ def require_gradients_of_trainers(
     of_run = Clipping() if clipping is None else clipping
     places = {member.context: places_of(run, _of(run, member.context)) for member in members(run)}
     if not places[0]:
-        found.does_not_apply(NO_GRADIENTS if _have_parameters(run) else NO_PARAMETERS)
+        found.does_not_apply(NO_GRADIENTS if _have_parameters(run) else NO_PARAMETERS_FOUND)
         return
     for member, at, index in places[0]:
         got = _grad(member, at, index)
