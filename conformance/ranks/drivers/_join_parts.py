@@ -32,6 +32,7 @@ _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _CONTAINERS = (dict, set, frozenset, *_SEQUENCES)
 _OTHERS_CODE = {"torch", "conformance", *sys.stdlib_module_names}
 _OF_MODULES = vars(torch.nn.Module()).keys()
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OF_OPTIMIZERS = {"param_groups", "state", "defaults"}
 
 
@@ -73,8 +74,12 @@ def deep_tensors_of(subject: Any) -> dict[str, torch.Tensor]:
     return {
         place.path: place.value
         for place in _places(subject)
-        if place.depth and _is(place.value, torch.Tensor) and place.value.layout == torch.strided
+        if place.depth and type(place.value) in _PLAIN_TENSORS and _has_values(place.value)
     }
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
 
 
 def named_numbers_of(subject: Any) -> dict[str, int | float]:
