@@ -73,7 +73,7 @@ class _Lists(torch.autograd.Function):
 
 @calls
 def lists_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Give a custom Function the parameters of the module, of which some may have no gradient."""
+    """Give a custom Function the parameters of the module; some may have no gradient."""
     module: torch.nn.Module = forward.args[0]  # type: ignore[attr-defined]
     count = len(args)
 
