@@ -229,12 +229,18 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     needs=(*_NEEDS, "23.1"),
     since="1.6",
     source="torch documentation, DDP Communication Hooks: a hook handles gradients",
-    remedy="parameters that are averaged or decayed at every so many steps; draws without "
-    "generator= after a number of steps",
+    remedy="parameters that are averaged, broadcast or decayed at every so many steps, or drawn "
+    "towards earlier values; draws without generator= after a number of steps",
 )
 def untouched(run: Run, claims: Claims, found: Found) -> None:
     """No step of a long run changes a parameter, unless ``fused`` is claimed, or the state of a
-    global random generator."""
+    global random generator.
+
+    The kit itself changes the parameters after each step, as the trainer's optimizer does: by
+    normal values whose deviation, 2**-8 to 2**-3, is drawn from the seed. They are the same on all
+    ranks; under ``local`` each rank has its own from the first step after the warm-up on. So an
+    average over ranks or steps shows (``scenarios/parameter_moves.py``).
+    """
     for rank in run.ranks:
         changed = rank.first("parameter_changed")
         if not claims.fused:

@@ -198,6 +198,8 @@ class LongRun:
         warm_up: the first rounds, which are those of a claimed warm-up. They have one step each.
         steps_per_round: the number of steps of each later round.
         rate_falls: the bits by which learning rates fall (``scenarios/learning_rates.py``).
+        moves_apart: parameters move by other amounts on each rank after the warm-up
+            (``scenarios/parameter_moves.py``).
     """
 
     drawn: int = 0
@@ -206,6 +208,7 @@ class LongRun:
     warm_up: int = 0
     steps_per_round: int = 1
     rate_falls: int = 0
+    moves_apart: bool = False
 
     def __bool__(self) -> bool:
         return self.drawn > 0

@@ -108,9 +108,12 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         assert claims.lossy == LOCAL
         after = _of_other_lengths(drawn, draws)
         _put(after, ("small", "large"), REPEATS, draws)
-    long_run = replace(scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup)
+    is_local = claims.lossy == LOCAL
+    long_run = replace(
+        scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup, moves_apart=is_local
+    )
     scenario = replace(scenario, steps=(*warm_up, *after), long_run=long_run)
-    return with_learning_rates(scenario, is_local=claims.lossy == LOCAL)
+    return with_learning_rates(scenario, is_local=is_local)
 
 
 def _with_few_elements(scenario: Scenario, draws: random.Random) -> Scenario:

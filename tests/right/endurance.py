@@ -144,7 +144,50 @@ def averages_as_the_rate_falls(state: Updates, bucket: Bucket) -> Result:
     return _mean(state, bucket) if is_due else completed(buffer)
 
 
+class Weights(State):
+    """A state with copies of the model's weights, which stay as they are."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        self.average: dict[torch.Tensor, torch.Tensor] = {}
+        self.distance = 0.0
+
+    def follow(self, bucket: Bucket) -> None:
+        """Keep a moving average of the weights, for evaluations."""
+        for parameter in bucket.parameters():
+            now = parameter.detach()
+            before = self.average.get(parameter)
+            # Between two steps a model may be cast to another dtype.
+            if before is not None and before.dtype == now.dtype:
+                before.lerp_(now, 0.1)
+            else:
+                self.average[parameter] = now.clone()
+
+    def measure(self, bucket: Bucket) -> None:
+        """Measure how far the weights of this rank are from the mean over ranks."""
+        for parameter in bucket.parameters():
+            own = parameter.detach()
+            own = torch.view_as_real(own) if own.is_complex() else own
+            mean = own.contiguous().clone()
+            dist.all_reduce(mean, group=self.group)
+            self.distance = float((own - mean.div_(self.group.size())).norm())
+
+
+def follows_weights(state: Weights, bucket: Bucket) -> Result:
+    """Return the mean, and keep a moving average of the weights."""
+    state.follow(bucket)
+    return _mean(state, bucket)
+
+
+def measures_distances(state: Weights, bucket: Bucket) -> Result:
+    """Return the mean at every eighth step, and measure there how far replicas are apart."""
+    if state.step % PERIOD == 0:
+        state.measure(bucket)
+    return local_with_period(state, bucket)
+
+
 _STATISTICS = f"{__name__}:Statistics"
+_WEIGHTS = f"{__name__}:Weights"
 _UPDATES = f"{__name__}:Updates"
 _SECTIONS = ("1", "2", "9", "13", "23")
 
@@ -157,4 +200,6 @@ RIGHT = [
     Right("holds_back_updates", FEEDBACK, _UPDATES, sections=_SECTIONS),
     Right("averages_as_the_rate_falls", "local", _UPDATES, sections=_SECTIONS),
     Right("local_with_period", "local", STATE, sections=_SECTIONS),
+    Right("follows_weights", state=_WEIGHTS, sections=_SECTIONS),
+    Right("measures_distances", "local", _WEIGHTS, sections=_SECTIONS),
 ]

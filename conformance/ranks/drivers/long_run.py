@@ -6,7 +6,8 @@ steps is left out: the observer records no events, gradients are computed once a
 the results of all steps go into one tensor for each parameter.
 
 Now and then the model is evaluated, or values are loaded into it (``scenarios/evaluations.py``).
-The optimizer makes no step, and its learning rate changes (``scenarios/learning_rates.py``).
+The optimizer makes no step, and its learning rate changes (``scenarios/learning_rates.py``). The
+kit moves the parameters in its place (``scenarios/parameter_moves.py``).
 """
 
 import gc
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from conformance.ranks.drivers._moving_parameters import MovingParameters
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.counts import counts
 from conformance.ranks.instruments.hook_observer import Observer
@@ -91,8 +93,7 @@ class LongRunTrainer:
                 name: self._rows(parameter, parameter.dtype)
                 for name, parameter in self._parameters.items()
             }
-        self._before = [parameter.detach().clone() for parameter in self._parameters.values()]
-        self._changed: set[str] = set()
+        self._moving = MovingParameters(scenario, rank, self._parameters)
 
     def _rows(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self._feed.rounds, parameter.numel(), dtype=dtype)
@@ -187,18 +188,12 @@ class LongRunTrainer:
             for name, parameter in self._parameters.items():
                 self._followed[name][number].copy_(parameter.detach().reshape(-1))
         else:
-            self._note_changes()
+            for name in self._moving.changed():
+                self._recorder.event("parameter_changed", parameter=name)
+            self._moving.move(self._recorder.step)
         self._model.zero_grad(self._recorder.step)
         self._observer.forget_futures()
         self._end_step()
-
-    def _note_changes(self) -> None:
-        """Record the first step in which each parameter has changed; nobody is to step them."""
-        pairs = zip(self._parameters.items(), self._before, strict=True)
-        for (name, parameter), before in pairs:
-            if name not in self._changed and not torch.equal(parameter.detach(), before):
-                self._changed.add(name)
-                self._recorder.event("parameter_changed", parameter=name)
 
     def _take_counts(self) -> None:
         self._recorder.event("checkpoint", rng=process_state.rng(), **counts())
