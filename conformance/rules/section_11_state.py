@@ -157,9 +157,11 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     run, are right under the subject's claims.
 
     So are the parameters of a fused hook. The model has 11 parameters or more, so that names with
-    numbers have another order as texts. Bits may differ here: a new process has its parameters in
-    other places of the bucket until DDP has rebuilt it. The new processes save the loaded state and
-    load it once more before their first step, as jobs do that are preempted at once.
+    numbers have another order as texts. A new process has them in one bucket, until DDP rebuilds
+    its buckets after the first step: then there are two or more, whose largest size is drawn from
+    the seed. So bits may differ here, and a parameter is not in the bucket from which its state was
+    saved. The new processes save the loaded state and load it once more before their first step, as
+    jobs do that are preempted at once.
 
     Training scripts let rank 0 save, load that state on every rank, and may resume with another
     number of ranks: two save, and three or four resume. A hook that is neither lossy nor fused has

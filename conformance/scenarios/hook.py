@@ -386,7 +386,8 @@ TWO_MODELS = replace(
 SAVED = replace(
     VALUES,
     name="saved",
-    summary="the state is saved after three steps",
+    summary="the state is saved after three steps; one bucket in the first step of a process, two "
+    "or more after DDP has rebuilt them",
     steps=("crafted", "crafted", "normal", "crafted", "normal"),
     world_sizes=(2,),
     resume=replace(VALUES.resume, saves_at=3),

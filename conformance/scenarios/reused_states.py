@@ -10,6 +10,7 @@ rolled_back               a process loads the state that it has saved some steps
                           the one from before its first step; models on two groups of ranks
 """
 
+import math
 import random
 from dataclasses import replace
 from itertools import accumulate
@@ -125,13 +126,18 @@ def _draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Add 7 to 24 parameters of 1 to 1,000 elements, the same for all runs of one state.
 
     So there are more than ten: names with numbers have another order as texts, and counts more than
-    one digit.
+    one digit. A new process has them in one bucket until DDP rebuilds it after the first step, and
+    in several from then on: a bucket is closed at a fifth to a half of the elements that are not in
+    the largest parameter, so that there are two or more, and one has several parameters.
     """
     del numbers
     draw = generator(replace(scenario, name=SAVED.name), "many")
     sizes = [round(2 ** draw.uniform(0, 10)) for _ in range(draw.randint(7, 24))]
     more = tuple(Param((size,)) for size in sizes)
-    return replace(scenario, params=(*scenario.params, *more))
+    params = (*scenario.params, *more)
+    numels = sorted(math.prod(spec.shape) for spec in params)
+    cap = 4 * sum(numels[:-1]) * draw.uniform(1 / 5, 1 / 2)
+    return replace(scenario, params=params, ddp=replace(scenario.ddp, bucket_cap_mb=cap / 2**20))
 
 
 def _draw_size_and_many(scenario: Scenario, numbers: random.Random) -> Scenario:

@@ -115,6 +115,7 @@ class Updates(State):
         self.optimizer = optimizer
         self.rate_before = 0.0
         self.rate = 0.0
+        self.averaged = 0
 
     def begin(self, bucket: Bucket) -> float:
         """Return the rate of the step before, divided by that of this step."""
@@ -139,7 +140,10 @@ def averages_as_the_rate_falls(state: Updates, bucket: Bucket) -> Result:
     buffer = dense(bucket)
     state.begin(bucket)
     period = min(32, max(2, round(1 / state.rate))) if state.rate else 8
-    is_due = state.step % period == 0
+    # The steps since the last mean count: a multiple of a period that changes may be far away.
+    if bucket.index() == 0 and state.step - state.averaged >= period:
+        state.averaged = state.step
+    is_due = state.step == state.averaged
     state.count(bucket)
     return _mean(state, bucket) if is_due else completed(buffer)
 
