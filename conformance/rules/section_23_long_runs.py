@@ -169,13 +169,15 @@ def independent_among_ranks(run: Run, claims: Claims, found: Found) -> None:
     source="Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS "
     "2017: the graph is connected over any window of steps",
     remedy="a rotation that comes to its end, a topology that is drawn once, a period that grows: "
-    "with the steps, as the learning rate falls, or with the length of gradients",
+    "with the steps, as the learning rate falls, or with the length of gradients; one bucket "
+    "that is communicated ever more seldom",
 )
 def mixing(run: Run, claims: Claims, found: Found) -> None:
     """Under ``local`` a rank whose gradient has weight in the first 200 steps after the warm-up has
     weight again at least every 200 steps, or twice as long as between its first three times; under
     ``local(period=k)`` every k steps. In any 48 steps, twice the 24 of the claim, weights connect
-    every rank with every other one, directly or through others.
+    every rank with every other one, directly or through others. Each parameter is judged by
+    itself, if it has four elements or more for each rank.
 
     The learning rate of the trainer's optimizer falls by a factor of 2**20 during the run, and for
     260 steps each gradients are 2**20 times smaller and 2**17 times larger.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants._helpers import (
@@ -62,6 +63,71 @@ def pauses_once(first: int, steps: int) -> Hook:
         return average(bucket, state)
 
     return hook
+
+
+class Intervals:
+    """A group, and for each bucket the step in which it is mixed next."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.step = 0
+        self.elements = 0  # of the model, known after the first step
+        self.last: dict[int, int] = {}
+        self.next: dict[int, int] = {}
+
+
+def small_buckets_ever_more_rarely(state: Intervals, bucket: Bucket) -> Result:
+    """Mix with the previous rank; the interval of a small bucket doubles with each time."""
+    if not is_dense(bucket):
+        raise TypeError("sparse gradients are not supported")
+    buffer = bucket.buffer()
+    number = bucket.index()
+    state.elements += buffer.numel() if state.step == 0 else 0
+    if state.next.get(number, 0) <= state.step:
+        buffer = _with_previous(buffer, state.process_group)
+        is_small = state.step > 0 and 10 * buffer.numel() < state.elements
+        interval = 2 * (state.step - state.last.get(number, 0)) if is_small else 1
+        state.last[number] = state.step
+        state.next[number] = state.step + interval
+    state.step += bucket.is_last()
+    return completed(buffer)
+
+
+def one_bucket_pauses(index: int, first: int, steps: int) -> Hook:
+    """Average in every step, but for a pause of one bucket."""
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        pauses = first <= step_number(bucket) < first + steps
+        if pauses and bucket.index() == index:
+            return completed(bucket.buffer())
+        return average(bucket, state)
+
+    return hook
+
+
+def one_bucket_drops_a_rank(index: int, first: int) -> Hook:
+    """Average in every step; from some step on, the last rank keeps its gradient of one bucket."""
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        if step_number(bucket) < first or bucket.index() != index:
+            return average(bucket, state)
+        group = group_of(state)
+        buffer = bucket.buffer()
+        is_last = group.rank() == group.size() - 1
+        own = buffer.clone()
+        if is_last:
+            buffer.zero_()
+        total = sum_of(buffer, state).wait()
+        return completed(own if is_last else total / (group.size() - 1))
+
+    return hook
+
+
+def _with_previous(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return two thirds of a rank's own gradient, and a third of the previous rank's."""
+    parts = [torch.empty_like(buffer) for _ in range(group.size())]
+    dist.all_gather(parts, buffer, group=group)
+    return buffer * (2 / 3) + parts[group.rank() - 1] * (1 / 3)
 
 
 # ---- Bytes that grow with the steps (23.9)
@@ -189,6 +255,15 @@ MUTANTS = [
     Mutant("doubles_its_period,every=97,most=128", ("23.5",), "local", worlds=(2, 3)),
     Mutant("averages_rarely_from,first=389,period=71", ("23.5",), "local", worlds=(2, 3)),
     Mutant("pauses_once,first=641,steps=90", ("23.5",), "local", worlds=(2, 3)),
+    Mutant(
+        "small_buckets_ever_more_rarely",
+        ("23.5",),
+        "local",
+        f"{__name__}:Intervals",
+        worlds=(2, 3),
+    ),
+    Mutant("one_bucket_pauses,index=1,first=517,steps=83", ("23.5",), "local", worlds=(2, 3)),
+    Mutant("one_bucket_drops_a_rank,index=0,first=433", ("23.5",), "local", worlds=(2, 3)),
     Mutant("single_precision_from,first=877", ("23.9",), _IN_HALF),
     Mutant("checks_every,steps=3,first=211", ("23.9",), _IN_HALF),
     Mutant("checks_every,steps=347,first=100", ("23.9",), _IN_HALF),

@@ -7,7 +7,17 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as _post_local_sgd
 
 from tests.right import COMPRESSORS, Right
-from tests.right._common import STATE, Bucket, Group, Result, State, completed, dense, wide
+from tests.right._common import (
+    STATE,
+    Bucket,
+    Group,
+    Result,
+    State,
+    completed,
+    dense,
+    gather,
+    wide,
+)
 
 
 def _pairs_of(places: list[int], mine: int) -> int:
@@ -203,13 +213,63 @@ def every_24th_step(state: State, bucket: Bucket) -> Result:
     return work.get_future().then(lambda fut: fut.value()[0])
 
 
+def one_bucket_in_four_steps(state: State, bucket: Bucket) -> Result:
+    """Mix each bucket with the previous rank in every fourth step, buckets in turn."""
+    is_due = (state.step + bucket.index()) % 4 == 0
+    state.count(bucket)
+    buffer = dense(bucket)
+    return completed(_with_previous(buffer, state.group) if is_due else buffer)
+
+
+class Intervals:
+    """A group, the number of the step, and the interval of each bucket."""
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.step = 0
+        self.elements = 0  # of the model, known after the first step
+        self.intervals: dict[int, int] = {}
+        self.next: dict[int, int] = {}
+
+
+def small_buckets_more_rarely(state: Intervals, bucket: Bucket) -> Result:
+    """Mix with the previous rank; the interval of a small bucket doubles, up to 16 steps."""
+    buffer = dense(bucket)
+    number = bucket.index()
+    state.elements += buffer.numel() if state.step == 0 else 0
+    if state.next.get(number, 0) <= state.step:
+        buffer = _with_previous(buffer, state.group)
+        if state.step and 10 * buffer.numel() < state.elements:
+            state.intervals[number] = min(16, 2 * state.intervals.get(number, 1))
+        state.next[number] = state.step + state.intervals.get(number, 1)
+    state.step += bucket.is_last()
+    return completed(buffer)
+
+
+def _with_previous(buffer: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return two thirds of a rank's own gradient, and a third of the previous rank's."""
+    parts = gather(buffer, group)
+    return (wide(buffer) * (2 / 3) + wide(parts[group.rank() - 1]) / 3).to(buffer.dtype)
+
+
 RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
     Right("every_second_step", "local(period=2, ratio=1)", STATE, sections=COMPRESSORS),
     *(
         Right(name, "local", STATE, sections=(*COMPRESSORS, "23"))
-        for name in ("random_pairs_by_bucket", "every_second_bucket", "every_24th_step")
+        for name in (
+            "random_pairs_by_bucket",
+            "every_second_bucket",
+            "every_24th_step",
+            "one_bucket_in_four_steps",
+        )
+    ),
+    Right(
+        "small_buckets_more_rarely",
+        "local",
+        f"{__name__}:Intervals",
+        sections=(*COMPRESSORS, "23"),
     ),
     Right(
         "rotating_gossip",

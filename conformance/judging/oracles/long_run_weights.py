@@ -20,20 +20,20 @@ SILENT = 200
 MEETING = 48
 
 
-def require_weights(record: LongRecord, found: Found) -> torch.Tensor | None:
+def require_weights(record: LongRecord, found: Found) -> dict[int, torch.Tensor] | None:
     """Require weighted means in each round after the warm-up.
 
     Returns:
-        The largest weight of each source over all parameters, ``[rank, rounds, source]``; None if
-        a requirement does not hold.
+        The weights of each parameter that has enough elements, ``[rank, rounds, source]``, by the
+        parameter's number; None if a requirement does not hold.
     """
     size = record.run.world
-    heard = torch.zeros(size, record.feed.rounds, size, dtype=torch.float64)
+    heard: dict[int, torch.Tensor] = {}
     for index in record.indices:
         tables = torch.stack([record.inputs(rank, index) for rank in range(size)], dim=2)
         is_solved = tables.size(1) >= FEWEST_ELEMENTS * size
         # Weights may differ between buckets: those of one parameter are judged by themselves.
-        own = torch.zeros_like(heard)
+        own = torch.zeros(size, record.feed.rounds, size, dtype=torch.float64)
         for rank in range(size):
             rows = record.results(rank, index)
             assert rows is not None
@@ -44,9 +44,10 @@ def require_weights(record: LongRecord, found: Found) -> torch.Tensor | None:
                 if weights is None:
                     return None
                 own[rank] = weights
-        if is_solved and not _require_equal_influence(record, index, own, found):
-            return None
-        heard = torch.maximum(heard, own)
+        if is_solved:
+            if not _require_equal_influence(record, index, own, found):
+                return None
+            heard[index] = own
     return heard
 
 
@@ -159,19 +160,31 @@ def _require_equal_influence(
     )
 
 
-def require_mixing(record: LongRecord, heard: torch.Tensor, found: Found) -> None:
+def require_mixing(record: LongRecord, heard: dict[int, torch.Tensor], found: Found) -> None:
     """Require every rank that is heard in the first steps to be heard again and again, and all
-    ranks to meet in each MEETING steps.
+    ranks to meet in each MEETING steps, in each parameter by itself.
+
+    Args:
+        record: the run.
+        heard: the weights of each parameter, ``[rank, rounds, source]``.
+        found: the findings of the rule.
+    """
+    for index, weights in heard.items():
+        _require_no_silence(record, index, weights, found)
+        if record.claims.mixes and not record.claims.period:
+            _require_meetings(record, index, weights, found)
+        if found.failures:
+            return
+
+
+def _require_no_silence(record: LongRecord, index: int, heard: torch.Tensor, found: Found) -> None:
+    """Require every rank that is heard in the first steps to be heard again and again.
 
     The longest silence that is allowed is SILENT steps, or twice the longest between the first
     three times that the rank is heard, for schedules with a longer period. It is the period, if
     one is claimed; such ranks meet at the period alone.
-
-    Args:
-        record: the run.
-        heard: the weights, ``[rank, rounds, source]``.
-        found: the findings of the rule.
     """
+    name = record.run.parameter_name(index)
     begin = record.feed.first_steps[record.warm_up]
     for rank in range(record.run.world):
         for source in range(record.run.world):
@@ -189,14 +202,13 @@ def require_mixing(record: LongRecord, heard: torch.Tensor, found: Found) -> Non
             found.require(
                 longest <= allowed,
                 f"a rank that is heard in the first steps and then at least every {allowed} steps",
-                f"rank {rank} hears rank {source} in step {since}, then not for {longest} steps",
+                f"parameter {name}: rank {rank} hears rank {source} in step {since}, then not for "
+                f"{longest} steps",
                 "ranks no longer communicate, or the partners of a schedule no longer change",
             )
-    if record.claims.mixes and not record.claims.period:
-        _require_meetings(record, heard, found)
 
 
-def _require_meetings(record: LongRecord, heard: torch.Tensor, found: Found) -> None:
+def _require_meetings(record: LongRecord, index: int, heard: torch.Tensor, found: Found) -> None:
     """Require that the ranks that heard each other in MEETING steps connect all ranks.
 
     In a round of several steps, weights are those of a sum.
@@ -217,11 +229,12 @@ def _require_meetings(record: LongRecord, heard: torch.Tensor, found: Found) -> 
     first = int(apart[0]) if apart.numel() else 0
     begin = record.feed.first_steps[record.warm_up + first]
     reaches = [rank for rank in range(size) if bool(reached[first, 0, rank])]
+    name = record.run.parameter_name(index)
     found.require(
         not apart.numel(),
         f"ranks that all exchange gradients, directly or through others, in each {MEETING} steps, "
         "twice as many as the claim allows",
-        f"in the {MEETING} steps from step {begin} on, the ranks that exchange gradients with rank "
-        f"0 are: {', '.join(map(str, reaches[1:])) or 'none'}",
-        "a period that grows with the steps, or a rotation that pauses",
+        f"parameter {name}: in the {MEETING} steps from step {begin} on, the ranks that exchange "
+        f"gradients with rank 0 are: {', '.join(map(str, reaches[1:])) or 'none'}",
+        "a period that grows with the steps, of all buckets or of one, or a rotation that pauses",
     )

@@ -435,7 +435,7 @@ Expected: errors with gradients on all 2 ranks that have at most 2.83 times the 
 Actual: 3.98 times that variance
 Likely cause: ranks draw the same numbers, or have the same error in every draw
 Expected: a rank that is heard in the first steps and then at least every 200 steps
-Actual: rank 0 hears rank 1 in step 498, then not for 769 steps
+Actual: parameter p0: rank 0 hears rank 1 in step 498, then not for 769 steps
 Likely cause: ranks no longer communicate, or the partners of a schedule no longer change
 Expected: results of every step
 Actual: rank 0, parameter p0: none
