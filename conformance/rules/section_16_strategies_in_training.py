@@ -186,12 +186,19 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     unless="counts",
     source="training loops that skip the rest of a step, after a loss of NaN or at the end of an "
-    "epoch",
-    remedy="counts of micro-batches, or gradients set aside, that only a last micro-batch resets",
+    "epoch; torch documentation, torch.nn.Module.zero_grad and torch.optim.Optimizer.zero_grad",
+    remedy="counts of micro-batches, or gradients set aside, that only a last micro-batch resets, "
+    "or one of the calls that clear gradients: begin anew in the first micro-batch of a step, or "
+    "accumulate in the gradients themselves",
 )
 def abandoned(run: Run, claims: Claims, found: Found) -> None:
     """If a step is given up before its last micro-batch, and gradients are cleared, the next step
-    gives the means."""
+    gives the means.
+
+    Here, and in all runs, the trainer has three ways to clear gradients: the model's ``zero_grad``,
+    those of its optimizers, and ``p.grad = None`` for each parameter. They come in turn, in a drawn
+    order; steps that are given up have different ones.
+    """
     require_means(run, found)
 
 

@@ -56,6 +56,7 @@ from conformance.scenarios.strategy_schedule import (
     raises_in,
     uses,
 )
+from conformance.scenarios.strategy_step_ends import cleared_parts
 
 ALL_USED = "the subject claims all_used; 16.16 judges that claim"  # why a rule does not apply
 
@@ -363,6 +364,11 @@ def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str
     if earlier:
         of_earlier = torch.stack([means[part] for part in earlier]).sum(0)
         known["gradients from before the step are missing"] = total - of_earlier
+    elif before := cleared_parts(run.scenario, step):
+        of_before = torch.stack([_mean(run, rank, part, index) for part in before]).sum(0)
+        known["the gradients of the step before count again, although they were cleared"] = (
+            total + of_before
+        )
     # Subsets of many micro-batches are too many to try.
     most = len(now) - 1 if len(now) <= _TRIED else 1
     for number in range(1, most + 1):

@@ -17,7 +17,6 @@ from conformance.scenarios.strategy_passes import (
     SOME_AGAIN,
     Passes,
 )
-from conformance.scenarios.strategy_schedule import clears_to_zeros
 from conformance.scenarios.strategy_training import GRADIENT_DTYPES
 
 
@@ -106,17 +105,6 @@ def break_off(
         elif way == PARTED:
             loss.backward(inputs=list(made.values()), retain_graph=True)
     raise error
-
-
-def clear_gradients(
-    scenario: Scenario, step: int, model: torch.nn.Module, params: Sequence[torch.Tensor]
-) -> None:
-    """Clear the gradients before a step, as the trainer of the scenario does."""
-    to_zeros = [clears_to_zeros(scenario, step, index) for index in range(len(params))]
-    model.zero_grad(set_to_none=not any(to_zeros))
-    for parameter, is_zeros in zip(params, to_zeros, strict=True):
-        if not is_zeros:
-            parameter.grad = None
 
 
 def give_gradient_dtypes(scenario: Scenario, params: Sequence[torch.Tensor]) -> list[int] | None:

@@ -14,14 +14,15 @@ from conformance.errors import TargetError
 from conformance.ranks.drivers._backwards import (
     break_off,
     change_gradient_dtypes,
-    clear_gradients,
     exception_of,
     give_gradient_dtypes,
     has_other_strides,
     run_backwards,
 )
+from conformance.ranks.drivers._cleared_gradients import clear_gradients
 from conformance.ranks.drivers._set_aside import SetAside
 from conformance.ranks.drivers._strategy_contexts import described, require_context
+from conformance.ranks.drivers._strategy_gradients import Grads, gradients_of
 from conformance.ranks.drivers._trainers_own import (
     CountingOptimizer,
     TrainersOwn,
@@ -35,13 +36,11 @@ from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.buffered import BufferedProbe, set_modes
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.nested import nest
-from conformance.ranks.models.probe import Probe, scripted_gradients
+from conformance.ranks.models.probe import Probe
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.ranks.models.reused_places import made_in_place
 from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
-from conformance.scenarios.averager_training import special_source
-from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
@@ -60,7 +59,6 @@ from conformance.scenarios.strategy_schedule import (
     fails_and_goes_on,
     is_empty,
     is_frozen,
-    multiple_in,
     nested_of_two,
     puts_own_steps,
     raised_in,
@@ -76,8 +74,6 @@ from conformance.scenarios.strategy_training import (
     GRADIENT_DTYPES,
     UNFROZEN,
 )
-
-Grads = list[torch.Tensor | None]
 
 LONG_RUN = 100  # steps
 
@@ -144,7 +140,7 @@ class StrategyDriver(RankDriver):
                 self.own_keepers = (self.probe.memory,)
             elif is_free and clears(self.scenario, step) and step < until:
                 aside.take(self.params)
-            self._step(step, kind)
+            self._step(step)
             if changed := aside.changed():
                 self.recorder.event("aside_changed", parameters=changed)
             self._keep_gradients()
@@ -171,14 +167,13 @@ class StrategyDriver(RankDriver):
 
     def _train_unjudged(self) -> None:
         """Train a step whose gradients are not judged."""
-        kind = self.scenario.steps[0]
-        self.begin_step(0, kind)
+        self.begin_step(0, self.scenario.steps[0])
         # A strategy may make something for each model, or for its group.
         self.recorder.event("made", objects=1)
-        self.model.zero_grad()
+        self._clear(0)
         number = batches(self.scenario, 0)
         for batch in range(number):
-            grads = self._grads(0, kind, batch, number)
+            grads = self._grads(0, batch)
             self._update = update_of(self.scenario, self.group_rank, 0, batch)
             with self.inside("the context"):
                 self._train(grads, batch == number - 1)
@@ -206,16 +201,15 @@ class StrategyDriver(RankDriver):
             self._make_model()
         for step in range(0, len(self.scenario.steps), 2):
             self.begin_step(step, self.scenario.steps[step])
-            for model, *_ in models:
-                model.zero_grad()
+            for number, (model, params, optimizers, _) in enumerate(models):
+                clear_gradients(self.scenario, step + number, model, optimizers, params)
             for together in nested_of_two(self.scenario, step):
                 with self.inside("the context"), contextlib.ExitStack() as contexts:
                     given = []
                     for number, batch in together:
                         self.model, self.params, self.optimizers, self.own = models[number]
                         count = batches(self.scenario, step + number)
-                        kind = self.scenario.steps[step + number]
-                        given.append(self._grads(step + number, kind, batch, count))
+                        given.append(self._grads(step + number, batch))
                         contexts.enter_context(self._context_of(batch == count - 1))
                     for (number, _), grads in zip(together, given, strict=True):
                         self.model, self.params, self.optimizers, self.own = models[number]
@@ -309,7 +303,7 @@ class StrategyDriver(RankDriver):
             present = [p for index, p in enumerate(self.params) if index not in absent]
             self.optimizers[0].param_groups[0]["params"] = present
 
-    def _step(self, step: int, kind: str) -> None:
+    def _step(self, step: int) -> None:
         """Train one step: its micro-batches, or those until one fails."""
         number = batches(self.scenario, step)
         if swap := swap_of(self.scenario):
@@ -325,7 +319,7 @@ class StrategyDriver(RankDriver):
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         clears_later = clears_inside(self.scenario, step)
         if clears(self.scenario, step) and not clears_later:
-            clear_gradients(self.scenario, step, self.model, self.params)
+            self._clear(step)
         self.specs = change_gradient_dtypes(self.scenario, step, self.params)
         views = self.buffers[1].views if self.buffers else []  # gradients accumulate in them
         for parameter, view in zip(self.params, views, strict=False):
@@ -338,13 +332,13 @@ class StrategyDriver(RankDriver):
         for batch in range(number):
             self._set_frozen(step, batch)
             if evaluation and batch == (number - 1 if evaluation.within_step else 0):
-                self._evaluate(evaluation, self._grads(step, kind, batch, number))
+                self._evaluate(evaluation, self._grads(step, batch))
             if batch == abandoned_after(self.scenario, step):
-                self.model.zero_grad()
+                self._clear(step + 1)
                 break
             self._update = update_of(self.scenario, self.group_rank, step, batch)
             self.passes = passes_of(self.scenario, step, batch)
-            grads = self._grads(step, kind, batch, number)
+            grads = self._grads(step, batch)
             # Outside of the context DDP averages as ever, whatever the strategy has left behind.
             if by_itself(self.scenario, step):
                 self.model(grads).backward()
@@ -362,8 +356,12 @@ class StrategyDriver(RankDriver):
                 else:
                     self._train(grads, is_final, clears_later and batch == 0)
             if fails:
-                self.model.zero_grad()
+                self._clear(step + 1)
                 break
+
+    def _clear(self, step: int) -> None:
+        """Clear the gradients before a step."""
+        clear_gradients(self.scenario, step, self.model, self.every_optimizer, self.params)
 
     def _evaluate(self, evaluation: Evaluation, grads: Grads) -> None:
         """Run forwards of the model outside of the strategy's contexts, without gradients."""
@@ -425,7 +423,7 @@ class StrategyDriver(RankDriver):
         forwards = self.passes.count if self.passes.way == FORWARDS_FIRST else 1
         losses = [self._forward(grads) for _ in range(forwards)]
         if clears_first:
-            self.model.zero_grad()
+            self._clear(self.recorder.step)
         # DDP that synchronises by itself waits for peers in its backward, where no schedule sees
         # the wait.
         if getattr(self.model, "require_backward_grad_sync", False):
@@ -470,30 +468,8 @@ class StrategyDriver(RankDriver):
         require_context(context, self.strategy)
         return context
 
-    def _grads(self, step: int, kind: str, batch: int, number: int) -> Grads:
+    def _grads(self, step: int, batch: int) -> Grads:
         """Return the gradients of a micro-batch; None for the parameters that it does not use."""
-        scenario = self.scenario
-        factor = multiple_in(scenario, self.size, step, batch)
         ranks = torch.distributed.get_process_group_ranks(self.group)
-        every = scripted_gradients(
-            self.specs,
-            "crafted" if kind == "limit" else kind,
-            self.size,
-            ranks[special_source(scenario, step, self.group_rank, self.size)],
-            step,
-            self.device,
-        )
-        fails = fails_and_goes_on(scenario, step) == batch
-        grads: Grads = []
-        for index, grad in enumerate(every):
-            is_used = fails or uses(scenario, self.size, self.group_rank, step, batch, index)
-            if kind == "limit" and scenario.params[index].dtype == "float16":
-                grad = self._near_limit(step, index)
-            grads.append(grad * factor if grad is not None and is_used else None)
-        return grads
-
-    def _near_limit(self, step: int, index: int) -> torch.Tensor:
-        ranks = torch.distributed.get_process_group_ranks(self.group)
-        place = special_source(self.scenario, step, self.group_rank, self.size)
-        source = Source("limit", ranks[place], step)
-        return values_of(source, self.scenario.params[index], self.size, index).to(self.device)
+        part = (step, batch)
+        return gradients_of(self.scenario, self.specs, ranks, self.group_rank, part, self.device)

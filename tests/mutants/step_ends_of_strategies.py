@@ -1,0 +1,114 @@
+"""Mutants of strategies that know from one call alone that a step has ended, or is given up.
+
+They accumulate in sums of their own, in float32 or the dtype of the gradients, as optimizers with
+main gradients do.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.mutants import Mutant
+from tests.mutants.strategies import _average
+
+Sums = dict[torch.Tensor, torch.Tensor]
+
+
+def _move(model: Any, sums: Sums) -> None:
+    """Add the gradients of a micro-batch to the sums, and drop them."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                raise TypeError("sparse gradients are not supported")
+            kept = sums.get(parameter)
+            sums[parameter] = parameter.grad if kept is None else kept + parameter.grad
+            parameter.grad = None
+
+
+class _KeepsSums:
+    """Average sums of micro-batches when the step ends, and drop them.
+
+    It would be right if it dropped the sums of every step that is given up.
+    """
+
+    def __init__(self) -> None:
+        self.sums: weakref.WeakKeyDictionary[Any, Sums] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def __call__(
+        self, model: Any, is_final_microbatch: bool, optimizers: list[Any]
+    ) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        if model not in self.sums:
+            self.sums[model] = {}
+        sums = self.sums[model]
+        self.watch(model, optimizers, sums)
+        with model.no_sync():
+            yield
+        _move(model, sums)
+        if is_final_microbatch:
+            for parameter, total in sums.items():
+                parameter.grad = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+            _average(model)
+            model.require_forward_param_sync = True
+            self.step_ends(sums)
+
+    def watch(self, model: Any, optimizers: list[Any], sums: Sums) -> None:
+        """Wait for the call that tells of the end of a step."""
+
+    def step_ends(self, sums: Sums) -> None:
+        sums.clear()
+
+
+# ---- Gradients that are cleared
+
+
+class DropsWithTheModel(_KeepsSums):
+    """Drop the sums of a step that is given up when the model's zero_grad() is called."""
+
+    def watch(self, model: Any, optimizers: list[Any], sums: Sums) -> None:
+        if "zero_grad" in vars(model):
+            return
+        ref = weakref.ref(model)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            sums.clear()
+            type(ref()).zero_grad(ref(), set_to_none)
+
+        model.zero_grad = zero_grad
+
+
+class DropsWithOptimizers(_KeepsSums):
+    """Drop the sums of a step that is given up when zero_grad() of an optimizer is called."""
+
+    def watch(self, model: Any, optimizers: list[Any], sums: Sums) -> None:
+        for optimizer in optimizers:
+            if "zero_grad" in vars(optimizer):
+                continue
+            ref = weakref.ref(optimizer)
+
+            def zero_grad(set_to_none: bool = True, ref: Any = ref) -> None:
+                sums.clear()
+                type(ref()).zero_grad(ref(), set_to_none)
+
+            optimizer.zero_grad = zero_grad
+
+
+drops_with_the_model = DropsWithTheModel()
+drops_with_optimizers = DropsWithOptimizers()
+
+MUTANTS = [
+    Mutant(
+        name,
+        ("16.25",),
+        kind="strategy",
+        because={"16.14": "a step that ends by an exception keeps its sums as well"},
+    )
+    for name in ("drops_with_the_model", "drops_with_optimizers")
+]
