@@ -80,13 +80,14 @@ def large(run: Run, claims: Claims, found: Found) -> None:
     "the synchronised gradients of every rank",
     remedy="a sum in float16 before the division; code that replaces NaN or infinities, or leaves "
     "out ranks that have some; clipping; zeros that are taken for no gradient; a division by their "
-    "norm",
+    "norm; means of a step that wait for step() of the optimizer: a GradScaler does not call it",
 )
 def special_values(run: Run, claims: Claims, found: Found) -> None:
     """NaN and infinities of any rank reach all ranks at their elements alone, the mean of float16
     gradients near 40,000 is finite, and so are scaled ones, by 2**16 and 2**-24. Gradients that are
     zeros on one rank count as any others do, and those that are zeros on all ranks stay zeros: an
-    optimizer skips a parameter without a gradient.
+    optimizer skips a parameter without a gradient. After NaN and infinities no optimizer steps, and
+    later steps give their own means.
 
     The order of these values, and the rank that has them, are drawn from the session's seed.
     """
@@ -186,14 +187,19 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     unless="counts",
     source="training loops that skip the rest of a step, after a loss of NaN or at the end of an "
-    "epoch; torch documentation, torch.nn.Module.zero_grad and torch.optim.Optimizer.zero_grad",
+    "epoch; torch.amp.GradScaler, which does not step after an overflow; torch documentation, "
+    "torch.nn.Module.zero_grad and torch.optim.Optimizer.zero_grad",
     remedy="counts of micro-batches, or gradients set aside, that only a last micro-batch resets, "
-    "or one of the calls that clear gradients: begin anew in the first micro-batch of a step, or "
-    "accumulate in the gradients themselves",
+    "or a hook on one of the calls that clear gradients, or on step() of an optimizer: begin anew "
+    "after each last micro-batch, and accumulate in the gradients themselves",
 )
 def abandoned(run: Run, claims: Claims, found: Found) -> None:
     """If a step is given up before its last micro-batch, and gradients are cleared, the next step
-    gives the means.
+    gives the means. So does the step after a whole one whose gradients the optimizers do not take.
+
+    Here, and in most runs, the trainer does not call step() of its optimizers after steps that are
+    given up, that end by an exception, or whose gradients are not finite, nor after one or more of
+    the others, which are drawn, up to a half of them.
 
     Here, and in all runs, the trainer has three ways to clear gradients: the model's ``zero_grad``,
     those of its optimizers, and ``p.grad = None`` for each parameter. They come in turn, in a drawn

@@ -1,4 +1,6 @@
-"""How a trainer ends the steps of a strategy: the ways in which it clears gradients."""
+"""How a trainer ends the steps of a strategy: whether its optimizers step, and the ways in which it
+clears gradients.
+"""
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
@@ -14,6 +16,27 @@ BY_OPTIMIZERS = "optimizers"  # optimizer.zero_grad()
 ONE_BY_ONE = "one by one"  # parameter.grad = None
 
 WAYS_OF_CLEARING = (BY_MODEL, BY_OPTIMIZERS, ONE_BY_ONE)
+
+# Steps after which a trainer, or its GradScaler, leaves the optimizers alone.
+_NOT_FINITE = ("nan", "inf")
+# Runs that most rules need: what they find is not to hide what other rules would.
+_ALWAYS_STEPPED = ("", "accumulated", "ranks")
+
+
+def optimizers_step(scenario: Scenario, step: int) -> bool:
+    """Whether the trainer calls step() of its optimizers when a step ends.
+
+    It does not after a step that is given up, that ends by an exception, or whose gradients are not
+    finite. Of the others it leaves out one, and half of them at most, by drawn numbers, but never
+    the last step.
+    """
+    if not _may_step(scenario, step):
+        return False
+    others = [one for one in range(len(scenario.steps) - 1) if _may_step(scenario, one)]
+    if scenario.variant in _ALWAYS_STEPPED or step not in others:
+        return True
+    draw = generator(scenario, "steps without optimizers")
+    return step not in draw.sample(others, draw.randint(1, max(1, len(others) // 2)))
 
 
 def way_of_clearing(scenario: Scenario, step: int) -> str:
@@ -41,6 +64,10 @@ def cleared_parts(scenario: Scenario, step: int) -> list[tuple[int, int]]:
     breaks = [abandoned_after(scenario, before), raises_in(scenario, before)]
     number = min([batches(scenario, before), *(one for one in breaks if one is not None)])
     return [(before, batch) for batch in range(number)]
+
+
+def _may_step(scenario: Scenario, step: int) -> bool:
+    return is_judged(scenario, step) and scenario.steps[step] not in _NOT_FINITE
 
 
 def _is_after_break(scenario: Scenario, step: int) -> bool:

@@ -100,6 +100,69 @@ class DropsWithOptimizers(_KeepsSums):
             optimizer.zero_grad = zero_grad
 
 
+# ---- step()
+
+
+class DropsWhenStepped(_KeepsSums):
+    """Drop the sums when an optimizer has stepped, as optimizers with main gradients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(self, model: Any, optimizers: list[Any], sums: Sums) -> None:
+        for optimizer in optimizers:
+            if optimizer not in self.watched:
+                self.watched.add(optimizer)
+                optimizer.register_step_post_hook(lambda *_: sums.clear())
+
+    def step_ends(self, sums: Sums) -> None:
+        """Keep the sums: the optimizer has not stepped yet."""
+
+
+class _WaitsForStep:
+    """Do not average while means wait for step() of an optimizer."""
+
+    def __init__(self) -> None:
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @contextmanager
+    def __call__(
+        self, model: Any, is_final_microbatch: bool, optimizers: list[Any]
+    ) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        ref = weakref.ref(model)
+        for optimizer in optimizers:
+            if optimizer not in self.watched:
+                self.watched.add(optimizer)
+                optimizer.register_step_post_hook(lambda *_: self.waiting.discard(ref()))
+        with model.no_sync():
+            yield
+        if is_final_microbatch and model not in self.waiting:
+            _average(model)
+            if self.has_to_wait(model):
+                self.waiting.add(model)
+        if is_final_microbatch:
+            model.require_forward_param_sync = True
+
+    def has_to_wait(self, model: Any) -> bool:
+        return True
+
+
+class WaitsAfterOverflows(_WaitsForStep):
+    """Do not average after an overflow until an optimizer has stepped."""
+
+    def has_to_wait(self, model: Any) -> bool:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return not all(bool(grad.isfinite().all()) for grad in grads)
+
+
+drops_when_stepped = DropsWhenStepped()
+averages_once_until_stepped = _WaitsForStep()
+waits_after_overflows = WaitsAfterOverflows()
 drops_with_the_model = DropsWithTheModel()
 drops_with_optimizers = DropsWithOptimizers()
 
@@ -111,4 +174,9 @@ MUTANTS = [
         because={"16.14": "a step that ends by an exception keeps its sums as well"},
     )
     for name in ("drops_with_the_model", "drops_with_optimizers")
+]
+MUTANTS += [
+    Mutant("drops_when_stepped", ("16.25",), kind="strategy"),
+    Mutant("averages_once_until_stepped", ("16.25",), kind="strategy"),
+    Mutant("waits_after_overflows", ("16.21",), kind="strategy"),
 ]

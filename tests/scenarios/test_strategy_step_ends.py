@@ -6,9 +6,10 @@ from conformance.scenarios.strategy_schedule import is_judged
 from conformance.scenarios.strategy_step_ends import (
     WAYS_OF_CLEARING,
     cleared_parts,
+    optimizers_step,
     way_of_clearing,
 )
-from conformance.scenarios.strategy_training import ABANDONED, LONG
+from conformance.scenarios.strategy_training import ABANDONED, LONG, SPECIAL
 
 
 def test_steps_that_are_given_up_are_cleared_in_different_ways() -> None:
@@ -32,3 +33,20 @@ def test_of_a_step_that_is_given_up_the_micro_batches_before_are_cleared() -> No
             number = len(cleared_parts(scenario, step))
             assert number in ((3,) if is_judged(scenario, step - 1) else (1, 2))
     assert cleared_parts(ABANDONED, 0) == []
+
+
+def test_an_optimizer_leaves_out_a_whole_step_too() -> None:
+    for seed in range(30):
+        scenario = drawn(ABANDONED, seed)
+        of_steps = [optimizers_step(scenario, at) for at in range(len(scenario.steps))]
+        whole = [at for at in range(len(scenario.steps)) if is_judged(scenario, at)]
+        assert not any(of_steps[at] for at in set(range(len(of_steps))) - set(whole))
+        assert [of_steps[at] for at in whole].count(False) == 1
+        assert of_steps[-1]
+
+
+def test_no_optimizer_steps_after_an_overflow() -> None:
+    for seed in range(30):
+        scenario = drawn(SPECIAL, seed)
+        for step, kind in enumerate(scenario.steps):
+            assert not (kind in ("nan", "inf") and optimizers_step(scenario, step))

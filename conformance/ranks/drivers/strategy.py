@@ -68,6 +68,7 @@ from conformance.scenarios.strategy_schedule import (
     turns,
     uses,
 )
+from conformance.scenarios.strategy_step_ends import optimizers_step
 from conformance.scenarios.strategy_training import (
     AFTER_WORLD,
     FREEZING,
@@ -392,8 +393,10 @@ class StrategyDriver(RankDriver):
         if any(buffers.gaps_changed() for buffers in self.buffers):
             self.recorder.event("gap_change")
         changed = self.own.changed()
-        with self.doing("optimizer.step()"):
-            steps_taken = steps_of(self.optimizers)
+        steps_taken = None
+        if optimizers_step(self.scenario, self.recorder.step):
+            with self.doing("optimizer.step()"):
+                steps_taken = steps_of(self.optimizers)
         self.recorder.event(
             "synchronised",
             without=[index for index, p in enumerate(self.params) if p.grad is None],
