@@ -94,8 +94,7 @@ def own_things(run: Run, claims: Claims, found: Found) -> None:
 
     The values of the parameters and of the states are drawn. Some submodules of one model are in
     evaluation mode. A trainer puts its step() there before the first context, or before that of a
-    drawn step, or both. It calls step() after all steps of some runs, and after drawn ones of the
-    others.
+    drawn step, or both.
     """
     for rank, step in steps(run):
         if not is_judged(run.scenario, step):
@@ -107,8 +106,9 @@ def own_things(run: Run, claims: Claims, found: Found) -> None:
             "parameters, requires_grad, modes and states as before",
             f"rank {rank}, step {step}: {', '.join(changed[:3])} changed, {len(changed)} in all",
         )
+        # A trainer may not have called step().
         if event["steps_taken"] is None:
-            continue  # the trainer has not called step()
+            continue
         found.require(
             set(event["steps_taken"]) == {1},
             "one step of each optimizer by a call of step()",

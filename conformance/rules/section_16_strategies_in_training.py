@@ -197,11 +197,12 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     """If a step is given up before its last micro-batch, and gradients are cleared, the next step
     gives the means. So does the step after a whole one whose gradients the optimizers do not take.
 
-    Here, and in most runs, the trainer does not call step() of its optimizers after steps that are
-    given up, that end by an exception, or whose gradients are not finite, nor after one or more of
-    the others, which are drawn, up to a half of them.
+    In all runs the trainer does not call step() of its optimizers after steps that are given up,
+    that end by an exception, or whose gradients are not finite. Here, in long runs, with
+    optimizers that take turns, and if conditions come together, it also leaves out one or more of
+    the other steps, and at most a half of them, which are drawn.
 
-    Here, and in all runs, the trainer has three ways to clear gradients: the model's ``zero_grad``,
+    In all runs the trainer has three ways to clear gradients: the model's ``zero_grad``,
     those of its optimizers, and ``p.grad = None`` for each parameter. They come in turn, in a drawn
     order; steps that are given up have different ones.
     """

@@ -19,22 +19,22 @@ WAYS_OF_CLEARING = (BY_MODEL, BY_OPTIMIZERS, ONE_BY_ONE)
 
 # Steps after which a trainer, or its GradScaler, leaves the optimizers alone.
 _NOT_FINITE = ("nan", "inf")
-# Runs that most rules need: what they find is not to hide what other rules would.
-_ALWAYS_STEPPED = ("", "accumulated", "ranks")
+# The variants in which optimizers leave out steps whose gradients are like all others.
+_LEAVE_OUT = ("abandoned", "turns", "long", "together")
 
 
 def optimizers_step(scenario: Scenario, step: int) -> bool:
     """Whether the trainer calls step() of its optimizers when a step ends.
 
     It does not after a step that is given up, that ends by an exception, or whose gradients are not
-    finite. Of the others it leaves out one, and half of them at most, by drawn numbers, but never
-    the last step.
+    finite. In some scenarios it leaves out one or more of the others, by drawn numbers: half of
+    them at most, and never the last step.
     """
     if not _may_step(scenario, step):
         return False
-    others = [one for one in range(len(scenario.steps) - 1) if _may_step(scenario, one)]
-    if scenario.variant in _ALWAYS_STEPPED or step not in others:
+    if scenario.variant not in _LEAVE_OUT:
         return True
+    others = [one for one in range(len(scenario.steps) - 1) if _may_step(scenario, one)]
     draw = generator(scenario, "steps without optimizers")
     return step not in draw.sample(others, draw.randint(1, max(1, len(others) // 2)))
 

@@ -114,7 +114,11 @@ class DropsWhenStepped(_KeepsSums):
         for optimizer in optimizers:
             if optimizer not in self.watched:
                 self.watched.add(optimizer)
-                optimizer.register_step_post_hook(lambda *_: sums.clear())
+                optimizer.register_step_post_hook(self.has_stepped)
+
+    def has_stepped(self, *_: Any) -> None:
+        for sums in self.sums.values():
+            sums.clear()
 
     def step_ends(self, sums: Sums) -> None:
         """Keep the sums: the optimizer has not stepped yet."""
@@ -134,11 +138,10 @@ class _WaitsForStep:
         if not isinstance(model, DistributedDataParallel):
             yield
             return
-        ref = weakref.ref(model)
         for optimizer in optimizers:
             if optimizer not in self.watched:
                 self.watched.add(optimizer)
-                optimizer.register_step_post_hook(lambda *_: self.waiting.discard(ref()))
+                optimizer.register_step_post_hook(lambda *_: self.waiting.clear())
         with model.no_sync():
             yield
         if is_final_microbatch and model not in self.waiting:
@@ -166,17 +169,27 @@ waits_after_overflows = WaitsAfterOverflows()
 drops_with_the_model = DropsWithTheModel()
 drops_with_optimizers = DropsWithOptimizers()
 
+_BROKEN = "the sums of steps that end by an exception count again, too"
+_OVERFLOWS = "no optimizer steps after an overflow"
+_LEFT_OUT = "optimizers leave out steps there, too"
+
 MUTANTS = [
-    Mutant(
-        name,
-        ("16.25",),
-        kind="strategy",
-        because={"16.14": "a step that ends by an exception keeps its sums as well"},
-    )
-    for name in ("drops_with_the_model", "drops_with_optimizers")
-]
-MUTANTS += [
-    Mutant("drops_when_stepped", ("16.25",), kind="strategy"),
-    Mutant("averages_once_until_stepped", ("16.25",), kind="strategy"),
-    Mutant("waits_after_overflows", ("16.21",), kind="strategy"),
+    *(
+        Mutant(name, ("16.25",), kind="strategy", because={"16.14": _BROKEN})
+        for name in ("drops_with_the_model", "drops_with_optimizers")
+    ),
+    *(
+        Mutant(
+            name,
+            ("16.25",),
+            kind="strategy",
+            because={
+                "16.14": _BROKEN,
+                "16.21": _OVERFLOWS,
+                **dict.fromkeys(("16.29", "16.35", "16.36", "16.37"), _LEFT_OUT),
+            },
+        )
+        for name in ("drops_when_stepped", "averages_once_until_stepped")
+    ),
+    Mutant("waits_after_overflows", ("16.21",), kind="strategy", because={"16.35": _OVERFLOWS}),
 ]
