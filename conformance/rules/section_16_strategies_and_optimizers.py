@@ -5,7 +5,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.strategy import ACCUMULATED, FLAT, FORMS, KEPT, PLAIN, RANKS, SHARED
-from conformance.scenarios.strategy_schedule import is_judged
+from conformance.scenarios.strategy_schedule import ZEROED, is_judged
 from conformance.scenarios.strategy_training import ADDED, FREEZING, SWAPPED, TURNS, UNFROZEN
 from conformance.subjects.claims import Claims
 
@@ -65,10 +65,12 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     gradients of earlier micro-batches count, too. In a last one ``zero_grad(set_to_none=False)``
     clears gradients, which keep their memory; some steps drop a part of them. Two steps unfreeze
     parameters, which have their first gradients then. The steps and the parameters, the parts and
-    the turns are drawn from the session's seed.
+    the turns are drawn from the session's seed. With the claim ``all_used`` there is the last run
+    alone, and no parameter is frozen.
     """
-    if claims.has("all_used"):
-        found.does_not_apply(ALL_USED)
+    # Under this claim one of the scenarios has a variant in which all parameters are used.
+    if claims.has("all_used") and run.scenario.variant != ZEROED:
+        found.leaves_out(ALL_USED)
         return
     require_means(run, found)
 

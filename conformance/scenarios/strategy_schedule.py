@@ -52,6 +52,9 @@ _WITHOUT_OWN_STEP = ("", "kept")
 
 COUNTS = "counts"
 
+# The variant "unfrozen" if all micro-batches use all parameters.
+ZEROED = "zeroed"
+
 
 def count_of(scenario: Scenario) -> int:
     """Return the micro-batches of each step that the strategy claims to count, or 0."""
@@ -358,14 +361,17 @@ def clears_to_zeros(scenario: Scenario, step: int, index: int) -> bool:
     """Whether the trainer clears a gradient by zeros in its memory, and does not drop it.
 
     So it is for all gradients in steps that unfreeze parameters, and in most others. Further steps
-    drop some gradients, which are drawn, and clear the others by zeros.
+    drop some gradients, which are drawn, and clear the others by zeros; if all parameters are used,
+    one drawn step does so at least.
     """
-    if scenario.variant != "unfrozen":
+    if scenario.variant not in ("unfrozen", ZEROED):
         return False
-    unfreezes = any(trained_from(scenario, one) == step for one in range(len(scenario.params)))
-    if unfreezes or _generator(scenario, step).random() < 0.6:
-        return True
-    return _generator(scenario, step, index).random() < 0.5
+    drops = _generator(scenario, step).random() >= 0.6
+    if scenario.variant == ZEROED:
+        drops |= step == _generator(scenario).randrange(1, len(scenario.steps))
+    elif any(trained_from(scenario, one) == step for one in range(len(scenario.params))):
+        drops = False
+    return not drops or _generator(scenario, step, index).random() < 0.5
 
 
 def is_frozen(scenario: Scenario, step: int, batch: int, index: int) -> bool:

@@ -191,6 +191,18 @@ def test_gradients_are_zeros_when_others_come() -> None:
             assert all(clears_to_zeros(scenario, step, index) for index in indices)
 
 
+def test_some_gradients_are_dropped_and_others_are_zeros_if_all_are_used() -> None:
+    for seed in range(50):
+        scenario = KINDS["strategy"].adapt(drawn(UNFROZEN, seed), {"all_used": {}})
+        indices = range(len(scenario.params))
+        of_steps = [
+            [clears_to_zeros(scenario, step, index) for index in indices]
+            for step in range(1, len(scenario.steps))
+        ]
+        assert any(any(of_step) and not all(of_step) for of_step in of_steps)
+        assert all(uses(scenario, 2, 0, 3, 1, index) for index in indices)
+
+
 def test_large_parameters_have_gradients_of_another_dtype() -> None:
     sizes = []
     for seed in range(50):

@@ -48,6 +48,7 @@ from conformance.scenarios.strategy_breaks import AFTER, way_of_break
 from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 from conformance.scenarios.strategy_passes import ALTERNATING, FORWARDS_FIRST, Passes, passes_of
 from conformance.scenarios.strategy_schedule import (
+    ZEROED,
     Swap,
     abandoned_after,
     added,
@@ -127,7 +128,7 @@ class StrategyDriver(RankDriver):
         # DDP's buckets, and the flat buffers of a trainer, are written in every step, and so are
         # gradients that the trainer clears by zeros.
         is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
-        is_free = is_free and self.scenario.variant != UNFROZEN.variant
+        is_free = is_free and self.scenario.variant not in (UNFROZEN.variant, ZEROED)
         # After the first quarter of a long run nobody keeps gradients: new ones get the memory of
         # old ones. Their storages are more objects; growth is judged from a third of the run on.
         count = len(self.scenario.steps)

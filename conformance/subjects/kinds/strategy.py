@@ -48,7 +48,7 @@ from conformance.scenarios.strategy import (
 )
 from conformance.scenarios.strategy_breaks import RECOVERED_ALIKE, RECOVERED_EARLY
 from conformance.scenarios.strategy_passes import BY_FORWARDS
-from conformance.scenarios.strategy_schedule import _DIFFERENT, counted
+from conformance.scenarios.strategy_schedule import _DIFFERENT, ZEROED, counted
 from conformance.scenarios.strategy_training import (
     ALL,
     AUTOCAST,
@@ -63,6 +63,7 @@ from conformance.scenarios.strategy_training import (
     PENALTIES,
     RECOVERED,
     SPECIAL,
+    UNFROZEN,
 )
 from conformance.scenarios.tables import prime_from
 from conformance.subjects.kinds._claim import (
@@ -154,8 +155,12 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         scenario = replace(scenario, groups=(), twin_groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
         # The variants with as many micro-batches in which all parameters are used.
-        variant = "four" if scenario.variant == "microbatches" else "two"
+        variants = {MICROBATCHES.variant: "four", UNFROZEN.variant: ZEROED}
+        variant = variants.get(scenario.variant, "two")
         scenario = replace(scenario, variant=variant)
+    if scenario.variant == ZEROED:
+        # DDP is as these strategies have it.
+        scenario = replace(scenario, ddp=replace(scenario.ddp, find_unused_parameters=False))
     if "find_unused" in claimed:
         scenario = replace(scenario, ddp=replace(scenario.ddp, find_unused_parameters=True))
     return scenario
