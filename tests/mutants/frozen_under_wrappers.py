@@ -97,7 +97,7 @@ def runs_a_twin_again(module: Module) -> Module:
 
 
 _ARGUMENTS = dict.fromkeys(
-    ("19.4", "19.5", "19.7", "19.8", "19.26", "19.27", "19.39"),
+    ("19.4", "19.5", "19.7", "19.8", "19.26", "19.27", "19.39", "19.40", "19.41"),
     "its Function takes tensors alone, and has gradients for these",
 )
 _ATTRIBUTES = dict.fromkeys(
