@@ -56,6 +56,9 @@ faint, small_faint
 few/tail/1/all/5, and others
             zero but for a few elements of about the same size (``few_elements.py``), of the same
             sign on all ranks; the norm is about that of normal.
+mostly_zero/5, and others
+            normal, but for zeros in most elements, by other shares on each rank
+            (``mostly_zero.py``).
 turn/37/5.12, and others
             the same at every step: normal, cut at 2, but for every 37th element, which is 3 to 4,
             of the same sign on all ranks (``turns.py``).
@@ -93,6 +96,7 @@ from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.impulses import ALONE, feeds_alone
 from conformance.scenarios.model import DRAINING
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO, is_kept
 from conformance.scenarios.random_numbers import bell, integers, power_of_two, uniform
 from conformance.scenarios.resting_parameter import RESTING, rests
 from conformance.scenarios.specials import (
@@ -364,6 +368,9 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return dust(kind, numel, rank, param)
     if kind.startswith(FEW):
         return _few(numel, places(kind, numel, param), (step, param), rank)
+    if kind.startswith(MOSTLY_ZERO):
+        values = bell(numel, (rank, step, param))
+        return values.masked_fill(~is_kept(kind, numel, rank, param), 0)
     if kind.startswith(TURN):
         return _turn(kind, numel, rank, param)
     if kind.startswith(RESTING):

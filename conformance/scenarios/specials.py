@@ -17,6 +17,7 @@ import torch
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.few_elements import FEW
 from conformance.scenarios.growth import GROWN
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO
 from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.turns import TURN
 
@@ -56,7 +57,7 @@ def base_kind(kind: str) -> str:
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
     base, *words = kind.split("/")
-    if not words or base in (DUST, FEW, TURN, GROWN, RESTING):
+    if not words or base in (DUST, FEW, MOSTLY_ZERO, TURN, GROWN, RESTING):
         return None
     if _DRAWN in words[-1]:
         count, number = map(int, words.pop().split(_DRAWN))

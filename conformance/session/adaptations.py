@@ -41,6 +41,7 @@ from conformance.scenarios.hook import (
 from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import lengthened
 from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
+from conformance.scenarios.mostly_zero import add_mostly_zero_steps
 from conformance.scenarios.process import with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.reused_states import ROLLED_BACK
@@ -169,6 +170,13 @@ ADAPTATIONS = (
         ),
         lambda scenario, claims: add_other_dtypes(scenario, generator(scenario, "dtypes")),
         "lossy hooks take too many steps for as many buckets",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name == LAYERS.name and not (claims.lossy or claims.fused)
+        ),
+        lambda scenario, claims: add_mostly_zero_steps(scenario, generator(scenario, "zeros")),
+        "lossy results are judged over many steps, with gradients of their own",
     ),
     Adaptation(
         lambda scenario, claims: (

@@ -1,10 +1,20 @@
-"""Lossy hooks that are right in shapes of their own: noise for privacy, and experts."""
+"""Hooks that are right in shapes of their own: noise for privacy, experts, and lists of places."""
 
 import torch
 import torch.distributed as dist
 
-from tests.right import COMPRESSORS, Right
-from tests.right._common import STATE, Bucket, Result, State, completed, dense, gather, sizes
+from tests.right import ARITHMETIC, COMPRESSORS, Right
+from tests.right._common import (
+    STATE,
+    Bucket,
+    Group,
+    Result,
+    State,
+    completed,
+    dense,
+    gather,
+    sizes,
+)
 from tests.right.sparse import _largest
 
 
@@ -42,7 +52,51 @@ def experts(state: State, bucket: Bucket) -> Result:
     return completed(mean.to(buffer.dtype))
 
 
+def list_of_places(group: Group, bucket: Bucket) -> Result:
+    """Send places and values of a gradient that is zero but for a twentieth or less."""
+    return _listed(dense(bucket), group, 20)
+
+
+def list_of_places_in_half(group: Group, bucket: Bucket) -> Result:
+    """Send places, and values in float16, of a gradient that is zero but for an eighth or less."""
+    return _listed(dense(bucket), group, 8, torch.float16)
+
+
+def _listed(
+    buffer: torch.Tensor, group: Group, parts: int, wire: torch.dtype | None = None
+) -> Result:
+    """Return the mean of lists of places and values, or that of whole buffers.
+
+    Args:
+        buffer: the gradients.
+        group: the group.
+        parts: a rank may list as many elements as one of so many parts of the buffer has.
+        wire: the dtype in which values of float32 and float64 are sent; None for their own.
+    """
+    size = group.size()
+    is_wide = buffer.dtype in (torch.float32, torch.float64)
+    narrow = wire if wire and is_wide else buffer.dtype
+    places = buffer.nonzero().squeeze(1)
+    most = torch.tensor([len(places)])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    if buffer.is_complex() or int(most) * parts > buffer.numel():
+        sent = (buffer / size).to(narrow)
+        work = dist.all_reduce(sent, group=group, async_op=True)
+        return work.get_future().then(lambda fut: fut.value()[0].to(buffer.dtype))
+    if not int(most):
+        return completed(buffer)
+    missing = int(most) - len(places)
+    values = torch.cat([buffer[places].to(narrow), buffer.new_zeros(missing, dtype=narrow)])
+    all_places = gather(torch.cat([places, places.new_zeros(missing)]), group)
+    total = torch.zeros_like(buffer, dtype=torch.float64)
+    for at, part in zip(all_places, gather(values, group), strict=True):
+        total.index_add_(0, at, part.double())
+    return completed((total / size).to(buffer.dtype))
+
+
 RIGHT = [
+    Right("list_of_places", state="process_group"),
+    Right("list_of_places_in_half", "rounded(float16)", "process_group", sections=ARITHMETIC),
     Right("gaussian_noise", "unbiased(noise=0.25)", STATE),
     Right("experts", "compressed(delta=0.25)", STATE, sections=(*COMPRESSORS, "4", "8")),
 ]

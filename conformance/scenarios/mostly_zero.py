@@ -1,0 +1,57 @@
+"""Gradients that are mostly zeros, as those of an embedding with ``sparse=False``, of experts and
+of units that are off.
+
+A hook may send the places and the values of such a gradient, and choose that way by the share of
+elements that are not zero. The kind of such a step is ``mostly_zero/NUMBER``; NUMBER is drawn from
+the session's seed. For each parameter it decides
+
+    whether elements that are not zero are scattered, or in runs of 2 to 64, as the rows of an
+    embedding are
+    whether the first element and the last one are among them, on each rank that has any
+
+and for each rank the share of these elements, from 2**-12 to 1/4, whatever those of other ranks
+are. In a small parameter some ranks have none.
+"""
+
+import random
+from dataclasses import replace
+
+import torch
+
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.random_numbers import integers
+
+MOSTLY_ZERO = "mostly_zero"
+SHARES = (-12, -2)  # as powers of two
+_LONGEST_RUN = 6  # as a power of two
+_STEPS = 4
+_UNIT = 1 << 24
+# The large parameter has places beyond 16 bits.
+_LARGE = (1 << 16, 1 << 17)
+_EXPONENTS = (-6, 6)  # of the large parameter
+
+
+def is_kept(kind: str, numel: int, rank: int, param: int) -> torch.Tensor:
+    """Return which elements of a gradient are not zero."""
+    number = int(kind.split("/")[1])
+    numbers = random.Random(f"{number}/{param}")
+    is_scattered = numbers.random() < 0.5
+    run = 1 if is_scattered else 1 << numbers.randint(1, _LONGEST_RUN)
+    has_ends = numbers.random() < 0.5
+    share = 2.0 ** random.Random(f"{number}/{param}/{rank}").uniform(*SHARES)
+    kept = integers(-(-numel // run), _UNIT, (rank, number, param, 97)) < share * _UNIT
+    kept = kept.repeat_interleave(run)[:numel]
+    if has_ends and kept.any():
+        kept[[0, -1]] = True
+    return kept
+
+
+def add_mostly_zero_steps(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Return a scenario with four more steps of mostly zeros, in a drawn order with the others but
+    the first, and with one more parameter, of 2**16 to 2**17 elements.
+    """
+    first, *others = scenario.steps
+    others += [f"{MOSTLY_ZERO}/{numbers.randrange(10**6)}" for _ in range(_STEPS)]
+    numbers.shuffle(others)
+    large = Param((numbers.randint(*_LARGE),), exponent=numbers.randint(*_EXPONENTS))
+    return replace(scenario, steps=(first, *others), params=(*scenario.params, large))

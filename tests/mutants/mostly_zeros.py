@@ -1,0 +1,118 @@
+"""Mutants of rule 2.12 that send places and values of gradients that are mostly zeros."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+    send_as,
+)
+
+Hook = Callable[[Any, Bucket], Result]
+
+
+def _counts(places: torch.Tensor, state: Any, op: dist.ReduceOp.RedOpType) -> int:
+    """Return the sum or the maximum of the ranks' numbers of places."""
+    count = torch.tensor([len(places)])
+    dist.all_reduce(count, op=op, group=group_of(state))
+    return int(count)
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor))])
+
+
+def _takes_lists(bucket: Bucket) -> bool:
+    return is_dense(bucket) and not bucket.buffer().is_complex()
+
+
+def room_for_the_mean(parts: int) -> Hook:
+    """Send lists if ranks have on average no more places than a part of the buffer has elements;
+    a rank with more places loses the rest.
+    """
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        buffer = bucket.buffer()
+        size = group_of(state).size()
+        if not _takes_lists(bucket) or not buffer.numel() // parts:
+            return average(bucket, state)
+        room = buffer.numel() // parts
+        places = buffer.nonzero().squeeze(1)
+        if _counts(places, state, dist.ReduceOp.SUM) > room * size:
+            return average(bucket, state)
+        places = places[:room]
+        values = _padded(buffer[places] / size, room)
+        total = torch.zeros_like(buffer)
+        every_place = gather(_padded(places, room), state)
+        for at, part in zip(every_place, gather(values, state), strict=True):
+            total.index_add_(0, at, part)
+        return completed(total)
+
+    return hook
+
+
+def _listed(
+    state: Any, bucket: Bucket, narrow: Callable[[torch.Tensor], torch.Tensor], adds: bool
+) -> torch.Tensor | None:
+    """Return the mean of lists as long as the longest one; None if one is longer than a quarter of
+    the buffer.
+
+    Args:
+        state: the state of the hook.
+        bucket: the bucket.
+        narrow: returns the places that are sent.
+        adds: values are added to the sum; otherwise each list is written to a buffer of its own.
+    """
+    buffer = bucket.buffer()
+    size = group_of(state).size()
+    places = buffer.nonzero().squeeze(1)
+    most = _counts(places, state, dist.ReduceOp.MAX)
+    if 4 * most > buffer.numel():
+        return None
+    total = torch.zeros_like(buffer)
+    if not most:
+        return total
+    values = gather(_padded(buffer[places] / size, most), state)
+    for at, part in zip(gather(narrow(_padded(places, most)), state), values, strict=True):
+        if adds:
+            total.index_add_(0, at, part)
+            continue
+        own = torch.zeros_like(buffer)
+        for place, value in zip(at.tolist(), part, strict=True):
+            own[place] = value
+        total += own
+    return total
+
+
+def places_in_16_bits(state: Any, bucket: Bucket) -> Result:
+    """Send places modulo 2**16."""
+    if not _takes_lists(bucket):
+        return average(bucket, state)
+    mean = _listed(state, bucket, lambda places: places % 2**16, adds=True)
+    return average(bucket, state) if mean is None else completed(mean)
+
+
+def padding_overwrites(state: Any, bucket: Bucket) -> Result:
+    """Fill short lists up with zeros for the first place, and write them in place of its value."""
+    if not _takes_lists(bucket):
+        return send_as(torch.float16, bucket, state)
+    mean = _listed(state, bucket, lambda places: places, adds=False)
+    return send_as(torch.float16, bucket, state) if mean is None else completed(mean)
+
+
+MUTANTS = [
+    Mutant("room_for_the_mean,parts=20", ("2.12",)),
+    Mutant("room_for_the_mean,parts=9", ("2.12",), worlds=(3,)),
+    Mutant("places_in_16_bits", ("2.12",)),
+    Mutant("padding_overwrites", ("2.12",), "rounded(float16)"),
+]

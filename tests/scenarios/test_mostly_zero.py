@@ -1,0 +1,42 @@
+"""Gradients that are mostly zeros."""
+
+import torch
+
+from conformance.scenarios.gradients import gradient
+from conformance.scenarios.mostly_zero import SHARES, is_kept
+from conformance.scenarios.values import LAYERS
+from conformance.session.adaptations import adapt_scenario
+from conformance.subjects.claims import parse_claims
+
+NUMEL = 1 << 16
+
+
+def test_ranks_have_shares_of_their_own() -> None:
+    kinds = [f"mostly_zero/{number}" for number in range(40)]
+    shares = torch.stack(
+        [
+            torch.stack([is_kept(kind, NUMEL, rank, 0).double().mean() for rank in range(3)])
+            for kind in kinds
+        ]
+    )
+    assert float(shares.max()) < 1.5 * 2.0 ** SHARES[1]
+    assert float(shares.max()) > 2.0**-4
+    assert float(shares.min()) < 2.0**-10
+    assert sum(len(set(row.tolist())) == 3 for row in shares) > 30
+
+
+def test_the_ends_may_be_kept_on_all_ranks() -> None:
+    ends = [is_kept(f"mostly_zero/{number}", NUMEL, 1, 0)[[0, -1]].all() for number in range(40)]
+    assert 5 < sum(map(bool, ends)) < 35
+
+
+def test_values_are_zero_elsewhere() -> None:
+    kind = "mostly_zero/7"
+    values = gradient(kind, (NUMEL,), torch.float32, world=2, rank=1, step=3, param=0)
+    assert torch.equal(values != 0, is_kept(kind, NUMEL, 1, 0))
+
+
+def test_only_results_of_single_steps_are_judged_on_them() -> None:
+    for claims, steps in (("exact", 4), ("rounded(float16)", 4), ("compressed", 0), ("local", 0)):
+        kinds = adapt_scenario(LAYERS, parse_claims(claims), seed=5).steps
+        assert sum(kind.startswith("mostly_zero") for kind in kinds) == steps
