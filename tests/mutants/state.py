@@ -174,11 +174,13 @@ class SavedByPlace(Saved):
 
 def half_at_random_by_place(state: SavedByPlace, bucket: Bucket) -> Result:
     """Send a random half of the elements, with residuals saved side by side."""
-    state.latest = _keys(bucket)
+    keys = _keys(bucket)
+    state.latest = keys if bucket.index() == 0 else [*state.latest, *keys]
     if len(state.loaded):
-        parts = state.loaded.split([piece.numel() for piece in pieces_of(bucket)])
-        state.residuals.update(zip(state.latest, parts, strict=True))
-        state.loaded = torch.zeros(0)
+        sizes = [piece.numel() for piece in pieces_of(bucket)]
+        parts = state.loaded[: sum(sizes)].split(sizes)
+        state.residuals.update(zip(keys, parts, strict=True))
+        state.loaded = state.loaded[sum(sizes) :]
     return half_at_random(state, bucket)
 
 
