@@ -63,7 +63,7 @@ def idle(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A parameter that the forward of a step has not used has no gradient, as without the wrapper,
     and not one of zeros.
 
-    Three blocks have three branches each, such as experts, of which a step uses one. It is drawn
+    Three blocks have three branches each, such as experts; a step uses one of them. It is drawn
     for each step, and given by position, by keyword or in an attribute of the block. Another block
     skips a layer in half of the steps, and a head in half of them.
     """

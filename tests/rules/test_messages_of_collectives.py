@@ -245,19 +245,19 @@ Actual: rank 0, step 0, p0, the message from rank 0, index 0: nan (896 of 896 el
     differ)
 Likely cause: nothing is written
 Expected: nan (exact: nan)
-Actual: rank 0, step 4, p0, the message from rank 0, index 12: 0 (1 of 896 elements
+Actual: rank 0, step 5, p0, the message from rank 0, index 738: 0 (1 of 896 elements
     differ)
 Expected: -inf or -65504 (exact: -inf)
-Actual: rank 0, step 6, p0, the message from rank 0, index 168: -1.79769313e+308 (1 of 896
+Actual: rank 0, step 7, p0, the message from rank 1, index 430: -1.79769313e+308 (1 of 896
     elements differ)
 Expected: 1.37828988e-08 to 1.4054796e-08
 Actual: rank 0, step 1, p0, the message from rank 0, index 0: 0 (893 of 896 elements)
 Likely cause: tiny values are lost: a scale has a least value, or is sent in too few bits
 Expected: NaN or an infinity, for nan
-Actual: rank 0, step 4, p0, the message from rank 0, index 12: 0
+Actual: rank 0, step 5, p0, the message from rank 0, index 738: 0
 Likely cause: a NaN or an infinity is lost
 Expected: NaN or an infinity, for -inf
-Actual: rank 0, step 6, p0, the message from rank 0, index 168: 0
+Actual: rank 0, step 7, p0, the message from rank 1, index 430: 0
 Likely cause: a NaN or an infinity is lost
 Expected: from 43.826769 to 44.173231 (exact: 44)
 Actual: rank 0, step 2, p0, the message from rank 0, index 0: 0 (896 of 896 elements

@@ -147,7 +147,7 @@ def _held(holder: Place) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _sorted(values: Any) -> list[tuple[str, Any]]:
-    """Return the objects of a set by a description, without those of which there are several.
+    """Return the objects of a set by a description, without those that have the same one.
 
     The order of a set is another one on each rank.
     """

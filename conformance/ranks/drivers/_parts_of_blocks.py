@@ -43,7 +43,7 @@ class Parted(nn.Module):
 
 
 class Experts(nn.Module):
-    """A residual block with branches, one of which runs.
+    """A residual block with branches; one of them runs.
 
     Attributes:
         which: the number of the branch, if the forward gets none.
