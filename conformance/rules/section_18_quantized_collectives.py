@@ -351,14 +351,12 @@ def splits(run: Run, claims: Claims, found: Found) -> None:
     needs=("18.9", "18.11"),
     since="2.0",
     source="torch documentation, torch.distributed.all_gather_into_tensor and "
-    "reduce_scatter_tensor: a concatenation of the tensors along the primary dimension, or a stack "
-    "of them",
-    remedy="parts by torch.Tensor.split, or by the size of the first dimension: chunk(world size) "
-    "takes both forms; copy_(), which copies one message to several places in silence",
+    "reduce_scatter_tensor: a concatenation along the primary dimension, or a stack",
+    remedy="parts by torch.Tensor.split: chunk(world size) takes both forms; copy_(), which copies "
+    "one message to several places in silence",
 )
 def stacks(run: Run, claims: Claims, found: Found) -> None:
-    """The messages of all ranks may be a stack, a tensor with one more dimension than each of them
-    has, in place of their concatenation, or an error refuses that."""
+    """Messages of all ranks may be a stack in place of a concatenation, or an error refuses it."""
     collective = run.scenario.options[0]
     if STACK not in CALLS[collective]:
         found.does_not_apply(f"{collective} has no stack of messages")

@@ -169,6 +169,8 @@ def require_mixing(record: LongRecord, heard: dict[int, torch.Tensor], found: Fo
         heard: the weights of each parameter, ``[rank, rounds, source]``.
         found: the findings of the rule.
     """
+    if not heard:
+        found.lacks_evidence("no parameter has enough elements for the weights of all ranks")
     for index, weights in heard.items():
         _require_no_silence(record, index, weights, found)
         if record.claims.mixes and not record.claims.period:

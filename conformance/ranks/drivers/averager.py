@@ -416,8 +416,7 @@ class AveragerDriver(RankDriver):
 
     def _load_averager(self) -> None:
         averager = self.trainees[0].averager
-        is_refused = bool(option(self.scenario, LOADS_FIRST)) and self._refuses_first(averager)
-        loads_first = bool(option(self.scenario, LOADS_FIRST)) and not is_refused
+        loads_first = option(self.scenario, LOADS_FIRST) and not self._refuses_first(averager)
         with self.doing("load_state_dict"):
             saved = self.load(0 if loads_first else None)
             self.recorder.event("loaded", nothing=saved is None)

@@ -9,6 +9,8 @@ import expecttest
 import pytest
 import torch
 
+from conformance.judging.oracles import long_run_weights
+from conformance.judging.oracles.long_runs import LongRecord
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found
 from conformance.rules import section_23_long_runs as section_23
@@ -445,3 +447,10 @@ Expected: as SGD(lr=0.1) leaves it: 6.4000001
 Actual: rank 0, step 0, parameter p0: -64
 Likely cause: all steps from step 0 on are wrong: look for a count of steps or calls""",
     )
+
+
+def test_mixing_is_not_judged_without_a_solved_parameter() -> None:
+    found = Found()
+    run, claims = long_run("local", mean)
+    long_run_weights.require_mixing(LongRecord(run, claims), {}, found)
+    assert found.without_evidence == "no parameter has enough elements for the weights of all ranks"
