@@ -3,7 +3,7 @@
 A factory or a set-up may take the optimizer, and a hook may read its learning rate: to convert what
 it has held back, or to communicate less as the rate falls. Rates are drawn from the session's seed:
 
-    first rate      0.05 to 0.5
+    first rate      0.05 to 0.5; of fused hooks 1.25 to 2 times the rate that they claim
     falls           to a half at four drawn steps, and by as much again for each further bit of the
                     fall, evenly over the run
     bits of a fall  5; 20 for local claims, under which a period may be longer than the run at last
@@ -30,6 +30,9 @@ def learning_rates(scenario: Scenario) -> tuple[float, ...]:
     draws = generator(scenario, "learning rates")
     steps = feed_of(scenario).steps
     first = draws.uniform(0.05, 0.5)
+    if scenario.fused:
+        # Never the claimed rate: a hook that reads the rate once has none of the two.
+        first = scenario.fused_rate * draws.uniform(1.25, 2.0)
     milestones = draws.sample(range(steps // 8, steps - steps // 8), MILESTONES)
     even = (falls - MILESTONES) / steps
     return tuple(
@@ -39,7 +42,6 @@ def learning_rates(scenario: Scenario) -> tuple[float, ...]:
 
 
 def with_learning_rates(scenario: Scenario, *, is_local: bool) -> Scenario:
-    """Return a long run whose learning rates fall; fused hooks have rates of their own."""
-    falls = FALLS_OF_LOCAL if is_local else FALLS
-    falls = 0 if scenario.fused else falls
+    """Return a long run whose learning rates fall."""
+    falls = FALLS_OF_LOCAL if is_local and not scenario.fused else FALLS
     return replace(scenario, long_run=replace(scenario.long_run, rate_falls=falls))

@@ -261,7 +261,7 @@ class Scenario:
         fused: parameters are recorded after every step, and results too if the hook frees
             gradients.
         fused_rate: the learning rate that a fused hook claims. The trainer's optimizer, which makes
-            no step, has it as well: a hook may read it there.
+            no step, has it as well, but for long runs: a hook may read it there.
         twin: another model with the same subject trains in turns with this one, on other inputs.
         joint: the losses of the model and its twin are added, and one backward serves both.
         twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of

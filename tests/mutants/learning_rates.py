@@ -1,4 +1,7 @@
-"""Mutants of section 23 that follow the optimizer's learning rate, or the length of gradients."""
+"""Mutants of section 23 that follow the optimizer's learning rate, or the length of gradients.
+
+Those of 23.6 step the parameters at a rate of the trainer's optimizer that is no longer its rate.
+"""
 
 from collections.abc import Callable
 
@@ -107,6 +110,70 @@ def converts_twice(state: State, bucket: Bucket) -> Result:
     return _feedback(state, bucket, lambda rest, before, now: rest * (before / now) ** 2)
 
 
+class RateWhenMade:
+    """A group, and the rate that the trainer's optimizer had when this state was made."""
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        self.process_group = process_group
+        self.optimizer = optimizer
+        self.rate = self.now()
+        self.buckets = 0
+
+    def now(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def begin(self, bucket: Bucket) -> None:
+        """Count a bucket."""
+        self.buckets += 1
+
+
+class RateOfSomeSteps(RateWhenMade):
+    """It reads the rate in the first of ``period`` steps."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        optimizer: torch.optim.Optimizer,
+        period: int = 100,
+    ) -> None:
+        super().__init__(process_group, optimizer)
+        self.period = period
+        self.step = 0
+
+    def begin(self, bucket: Bucket) -> None:
+        if bucket.index() == 0:
+            if self.step % self.period == 0:
+                self.rate = self.now()
+            self.step += 1
+
+
+class RateWhileItRises(RateWhenMade):
+    """It keeps the highest rate so far, as after a warm-up."""
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = max(self.rate, self.now())
+
+
+def steps_at_the_rate_of_its_state(state: RateWhenMade, bucket: Bucket) -> Result:
+    """Average, and step SGD at the rate that the state has."""
+    if not is_dense(bucket) or any(p.is_complex() for p in bucket.parameters()):
+        raise TypeError("dense real gradients only")
+    state.begin(bucket)
+    parameters = bucket.parameters()
+
+    @torch.no_grad()
+    def step(future: Result) -> torch.Tensor:
+        flat = future.value()
+        begin = 0
+        for parameter in parameters:
+            grad = flat.as_strided(parameter.shape, parameter.stride(), begin)
+            parameter.sub_(grad, alpha=state.rate)
+            begin += parameter.numel()
+        return flat
+
+    return average(bucket, state.process_group).then(step)
+
+
 _STATE = f"{__name__}:State"
 _FEEDBACK = "compressed(delta=0.25)"
 
@@ -119,5 +186,14 @@ MUTANTS = [
     *(
         Mutant(name, ("23.1",), _FEEDBACK, _STATE)
         for name in ("shrinks_with_the_rate", "forgets_at_a_new_rate", "converts_twice")
+    ),
+    *(
+        Mutant(
+            "steps_at_the_rate_of_its_state",
+            ("23.6",),
+            "fused(SGD, lr=0.1)",
+            f"{__name__}:{state}",
+        )
+        for state in ("RateWhenMade", "RateOfSomeSteps,period=90", "RateWhileItRises")
     ),
 ]

@@ -85,10 +85,10 @@ class DDPModel:
         # A probe keeps its parameters, or the hook steps them: this optimizer makes no step.
         is_probe = bool(self.scenario.params)
         options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
-        if self.scenario.long_run:
-            options["lr"] = next(iter(learning_rates(self.scenario)), 0.0)
         if self.scenario.fused:
             options["lr"] = self.scenario.fused_rate
+        if self.scenario.long_run:
+            options["lr"] = next(iter(learning_rates(self.scenario)), options["lr"])
         return torch.optim.SGD(self.model.parameters(), **options)
 
     def set_learning_rate(self, rate: float) -> None:
