@@ -405,7 +405,7 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 @parity_rule(
     "19.37",
-    "Parameters that are changed in place are not read again",
+    "Parameters and buffers that are changed in place are not read again",
     on=(WRITTEN,),
     needs=("19.36",),
     level=SHOULD,
