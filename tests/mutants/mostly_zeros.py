@@ -36,15 +36,15 @@ def _takes_lists(bucket: Bucket) -> bool:
     return is_dense(bucket) and not bucket.buffer().is_complex()
 
 
-def room_for_the_mean(parts: int) -> Hook:
+def room_for_the_mean(parts: int, least: int = 0) -> Hook:
     """Send lists if ranks have on average no more places than a part of the buffer has elements;
-    a rank with more places loses the rest.
+    a rank with more places loses the rest. Smaller buffers than ``least`` are sent whole.
     """
 
     def hook(state: Any, bucket: Bucket) -> Result:
         buffer = bucket.buffer()
         size = group_of(state).size()
-        if not _takes_lists(bucket) or not buffer.numel() // parts:
+        if not _takes_lists(bucket) or buffer.numel() < max(least, parts):
             return average(bucket, state)
         room = buffer.numel() // parts
         places = buffer.nonzero().squeeze(1)
@@ -113,6 +113,9 @@ def padding_overwrites(state: Any, bucket: Bucket) -> Result:
 MUTANTS = [
     Mutant("room_for_the_mean,parts=20", ("2.12",)),
     Mutant("room_for_the_mean,parts=9", ("2.12",), worlds=(3,)),
+    Mutant("room_for_the_mean,parts=2,least=30_000", ("2.12",)),
+    Mutant("room_for_the_mean,parts=2,least=7_000", ("2.12",), worlds=(3,)),
+    Mutant("room_for_the_mean,parts=3,least=12_000", ("2.12",)),
     Mutant("places_in_16_bits", ("2.12",)),
     Mutant("padding_overwrites", ("2.12",), "rounded(float16)"),
 ]

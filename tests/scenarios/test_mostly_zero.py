@@ -3,7 +3,7 @@
 import torch
 
 from conformance.scenarios.gradients import gradient
-from conformance.scenarios.mostly_zero import SHARES, is_kept
+from conformance.scenarios.mostly_zero import MORE, SHARES, is_kept
 from conformance.scenarios.values import LAYERS
 from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import parse_claims
@@ -25,6 +25,17 @@ def test_ranks_have_shares_of_their_own() -> None:
     assert sum(len(set(row.tolist())) == 3 for row in shares) > 30
 
 
+def test_for_any_threshold_one_rank_is_above_it_and_the_mean_below() -> None:
+    for number in range(20):
+        by_step = []
+        for more in range(len(MORE)):
+            kept = [is_kept(f"mostly_zero/{number}/{more}", NUMEL, rank, 0) for rank in range(2)]
+            by_step.append([float(mask.double().mean()) for mask in kept])
+        for percent in range(20, 86):
+            threshold = percent / 100
+            assert any(sum(one) / 2 < threshold < max(one) for one in by_step), threshold
+
+
 def test_the_ends_may_be_kept_on_all_ranks() -> None:
     ends = [is_kept(f"mostly_zero/{number}", NUMEL, 1, 0)[[0, -1]].all() for number in range(40)]
     assert 5 < sum(map(bool, ends)) < 35
@@ -37,6 +48,6 @@ def test_values_are_zero_elsewhere() -> None:
 
 
 def test_only_results_of_single_steps_are_judged_on_them() -> None:
-    for claims, steps in (("exact", 4), ("rounded(float16)", 4), ("compressed", 0), ("local", 0)):
+    for claims, steps in (("exact", 6), ("rounded(float16)", 6), ("compressed", 0), ("local", 0)):
         kinds = adapt_scenario(LAYERS, parse_claims(claims), seed=5).steps
         assert sum(kind.startswith("mostly_zero") for kind in kinds) == steps
