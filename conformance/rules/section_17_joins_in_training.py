@@ -99,7 +99,8 @@ def gradients(run: Run, claims: Claims, found: Found) -> None:
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """Parameters, buffers, state_dict() and an optimizer's state are the same on all ranks after
-    uneven inputs, to the bit, as far as they are after even inputs.
+    uneven inputs, to the bit, as far as they are after even inputs. The buffers of a DDP with
+    broadcast_buffers=False may be each rank's own.
 
     Integers that count up in each step are raised by a drawn number between 2**28 and 2**30 in
     further contexts, as after days of training: float32 has not all integers beyond 2**24. Those of

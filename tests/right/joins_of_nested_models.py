@@ -248,10 +248,13 @@ class TrainsTwoModelsInTurns(TrainsTwoModels):
 class HandsOutItsMomentum(DistributedDataParallel):
     """torch's DDP as its own trainer, which hands out the momentum of its optimizer, too."""
 
-    def __init__(self, process_group: Any) -> None:
-        super().__init__(torch.nn.Linear(4, 3), process_group=process_group)
+    def __init__(self, process_group: Any, **options: Any) -> None:
+        super().__init__(self.make_model(), process_group=process_group, **options)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
         zero_momentum(self.optimizer)
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(4, 3)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -268,6 +271,18 @@ class HandsOutItsMomentum(DistributedDataParallel):
         return Shadow(hook.main_hook, finish)
 
 
+class LeavesStatisticsToRanks(HandsOutItsMomentum):
+    """DDP with broadcast_buffers=False: each rank keeps the statistics, and the count, of its own
+    inputs, as detectors have it.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group, broadcast_buffers=False)
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
 RIGHT = [
     Right(name, kind="joinable")
     for name in (
@@ -277,5 +292,6 @@ RIGHT = [
         "TrainsTwoModels",
         "TrainsTwoModelsInTurns",
         "HandsOutItsMomentum",
+        "LeavesStatisticsToRanks",
     )
 ]

@@ -3,7 +3,7 @@
 import hashlib
 import numbers
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,10 +143,15 @@ class Numbers:
         """Return digests of the values of its state, by name."""
         digests = {f"parameter {at}": digest_of(value) for at, value in enumerate(self.parameters)}
         parts = {"": self.subject, **parts_of(self.subject)}
+        left_out = _left_to_ranks(parts.values())
         for name, part in parts.items():
             if isinstance(part, torch.nn.Module):
                 tensors = [*part.named_parameters(), *part.named_buffers()]
-                digests |= {f"{name}{key}": digest_of(value) for key, value in tensors}
+                digests |= {
+                    f"{name}{key}": digest_of(value)
+                    for key, value in tensors
+                    if _address(value) not in left_out
+                }
             if isinstance(part, torch.optim.Optimizer):
                 digests |= _optimizer_state(name, part)
         if asks and hasattr(self.subject, "state_dict"):
@@ -155,7 +160,7 @@ class Numbers:
             except RuntimeError:
                 # ZeroRedundancyOptimizer has none before it is consolidated.
                 return digests
-            digests |= _flat("state_dict", state)
+            digests |= _flat("state_dict", state, left_out)
         return digests
 
 
@@ -216,10 +221,31 @@ def _optimizer_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, s
     return digests
 
 
-def _flat(name: str, value: Any) -> dict[str, str]:
-    """Return digests of the tensors in nested dictionaries and lists."""
+def _left_to_ranks(parts: Iterable[Any]) -> set[int]:
+    """Return the addresses of the buffers that torch's DDP leaves to each rank, as the statistics
+    of its own inputs: those under ``broadcast_buffers=False``.
+    """
+    return {
+        _address(buffer)
+        for part in parts
+        if isinstance(part, torch.nn.Module)
+        for module in part.modules()
+        if isinstance(module, DistributedDataParallel) and not module.broadcast_buffers
+        for buffer in module.buffers()
+    } - {0}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a dense tensor; 0 for one that has none."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _flat(name: str, value: Any, left_out: set[int]) -> dict[str, str]:
+    """Return digests of the tensors in nested dictionaries and lists, but for those at the
+    addresses that are left out.
+    """
     if isinstance(value, torch.Tensor):
-        return {name: digest_of(value)}
+        return {} if _address(value) in left_out else {name: digest_of(value)}
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -227,7 +253,7 @@ def _flat(name: str, value: Any) -> dict[str, str]:
         items = enumerate(value)
     digests: dict[str, str] = {}
     for at, inner in items:
-        digests |= _flat(f"{name}/{at}", inner)
+        digests |= _flat(f"{name}/{at}", inner, left_out)
     return digests
 
 
