@@ -29,6 +29,21 @@ class Warm(State):
         return is_exact
 
 
+class WarmByOptimizer(Warm):
+    """A state whose exact steps are the first ones of the trainer's optimizer."""
+
+    def __init__(self, process_group: Group, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(process_group)
+        self.optimizer_steps = 0
+        optimizer.register_step_post_hook(self.count_step)
+
+    def count_step(self, *_: object) -> None:
+        self.optimizer_steps += 1
+
+    def is_exact(self, bucket: Bucket) -> bool:
+        return self.optimizer_steps < self.exact
+
+
 def by_shards(state: Warm, bucket: Bucket) -> Result:
     """Average by shards of a padded buffer in the first steps, which are multiplied by 1 / size;
     then round to int8 with feedback.
@@ -131,6 +146,12 @@ _IN_FLOAT16 = f"{__name__}:InHalf,dtype=float16"
 RIGHT = [
     Right("by_shards", "compressed(delta=0.9), warmup(2)", _TWO, sections=COMPRESSORS),
     Right("in_callbacks", "compressed(delta=0.5), warmup(2)", _TWO),
+    Right(
+        "in_callbacks",
+        "compressed(delta=0.5), warmup(2)",
+        f"{__name__}:WarmByOptimizer",
+        sections=COMPRESSORS,
+    ),
     Right("in_callbacks", "compressed(delta=0.5)", _NONE, sections=("11", "13")),
     Right("begins_in_half", "compressed(delta=0.5), warmup(2, rounded=bfloat16)", _IN_BFLOAT16),
     Right(

@@ -140,7 +140,7 @@ class FailingModels:
         model.ddp(grads).backward()
         if model.case.after_backward:
             model.case.after_backward()
-        model.zero_grad(step)
+        model.end_step(step)
 
 
 _LEFT: list[DDPModel] = []

@@ -337,8 +337,8 @@ class HookDriver(RankDriver):
             self._steps.record_model(step)
         if not self.scenario.params:
             self.recorder.event("trained", loss=loss.item())
-        # A probe is not stepped: its parameters stay as they are, unless the hook steps them.
-        self.model.zero_grad(step)
+        # The parameters of a probe stay as they are, unless the hook steps them.
+        self.model.end_step(step)
         if self.scenario.renews_storage:
             self.model.renew_storage()
         if self.twin and self.scenario.joint:
@@ -521,7 +521,7 @@ class HookDriver(RankDriver):
     def _call_when_joined(self) -> None:
         """Make the trainer's call at the end of such a step."""
         self._call_after_backward()
-        self.model.zero_grad(self.recorder.step)
+        self.model.end_step(self.recorder.step)
 
     def _simulate(self) -> None:
         """Record the results of rank 0 of many, and whether all ranks get them.

@@ -6,8 +6,8 @@ steps is left out: the observer records no events, gradients are computed once a
 the results of all steps go into one tensor for each parameter.
 
 Now and then the model is evaluated, or values are loaded into it (``scenarios/evaluations.py``).
-The optimizer makes no step, and its learning rate changes (``scenarios/learning_rates.py``). The
-kit moves the parameters in its place (``scenarios/parameter_moves.py``).
+The optimizer's steps change nothing, and the kit moves the parameters in its place
+(``scenarios/parameter_moves.py``). Its learning rate changes (``scenarios/learning_rates.py``).
 """
 
 import gc
@@ -191,7 +191,7 @@ class LongRunTrainer:
             for name in self._moving.changed():
                 self._recorder.event("parameter_changed", parameter=name)
             self._moving.move(self._recorder.step)
-        self._model.zero_grad(self._recorder.step)
+        self._model.end_step(self._recorder.step)
         self._observer.forget_futures()
         self._end_step()
 

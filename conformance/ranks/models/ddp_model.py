@@ -82,7 +82,7 @@ class DDPModel:
         self.belongs_to_ddp = False
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        # A probe keeps its parameters, or the hook steps them: this optimizer makes no step.
+        # A probe keeps its parameters, or the hook steps them: this optimizer changes none.
         is_probe = bool(self.scenario.params)
         options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
         if self.scenario.fused:
@@ -257,14 +257,17 @@ class DDPModel:
         else:
             self.optimizer.step()
 
-    def zero_grad(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """Forget the gradients, or zero them in place, as scripts may.
 
-        A training loop zeroes them in even steps, and a long run in drawn ones.
+        A training loop zeroes them in even steps, and a long run in drawn ones. The optimizer of a
+        probe then makes a step, which changes no parameter: a subject may count its steps.
         """
         in_loop = self.training_loop is not None and step % 2 == 0
         keeps = in_loop or zeroes_in_place(self.scenario, step)
         self.optimizer.zero_grad(set_to_none=not keeps)
+        if self.scenario.params and not self.scenario.fused:
+            self.optimizer.step()
 
     def save(self, folder: Path) -> None:
         """Save the subject's state and the model, as a training script does."""
