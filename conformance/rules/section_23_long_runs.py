@@ -36,7 +36,8 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
     "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter "
     "that is given up after many steps of zeros; a share of few elements that is rounded to 0; a "
-    "forward without gradients that a hook on the module takes for the one of the step",
+    "forward that a hook on the module takes for the one of the step: one without gradients, one "
+    "whose loss is given up, one of two losses that are added",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
     """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
@@ -65,7 +66,9 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
-    forward and the backward of a step (``scenarios/evaluations.py``). Gradients are zeroed in place
+    forward and the backward of a step (``scenarios/evaluations.py``). Up to half of the steps have
+    two to six forwards with gradients, whose losses are given up or added (``scenarios/
+    forwards.py``); the last ones all have four, or all six. Gradients are zeroed in place
     for 20 to 120 steps, then freed for as many, and so on (``scenarios/kept_gradients.py``).
     """
     record = LongRecord(run, claims)

@@ -6,6 +6,7 @@ steps is left out: the observer records no events, gradients are computed once a
 the results of all steps go into one tensor for each parameter.
 
 Now and then the model is evaluated, or values are loaded into it (``scenarios/evaluations.py``).
+Some steps have several forwards (``scenarios/forwards.py``).
 The optimizer's steps change nothing, and the kit moves the parameters in its place
 (``scenarios/parameter_moves.py``). Its learning rate changes (``scenarios/learning_rates.py``).
 """
@@ -26,6 +27,7 @@ from conformance.ranks.models.probe import scripted_gradients
 from conformance.records.recorder import Recorder
 from conformance.scenarios.evaluations import Evaluation, evaluations, loaded_rounds
 from conformance.scenarios.feed import Key, feed_of
+from conformance.scenarios.forwards import more_forwards
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.learning_rates import learning_rates
 from conformance.scenarios.model import Scenario
@@ -78,6 +80,7 @@ class LongRunTrainer:
         self._end_step = end_step
         self._feed = feed_of(scenario)
         self._evaluations = evaluations(scenario)
+        self._more_forwards = more_forwards(scenario)
         self._loaded_rounds = loaded_rounds(scenario) if scenario.fused else {}
         self._rates = learning_rates(scenario)
         self._gradients: dict[Key, Gradients] = {}
@@ -140,7 +143,7 @@ class LongRunTrainer:
             with self._doing("on_step"):
                 case.on_step(step)
         with self._doing("forward"):
-            loss = self._model.ddp(self._gradients[key])
+            loss = self._loss(step, key)
         if evaluation and evaluation.within_step:
             self._evaluate(evaluation, key)
         with self._doing("backward"):
@@ -148,6 +151,21 @@ class LongRunTrainer:
         if case.after_backward:
             with self._doing("after_backward"):
                 case.after_backward()
+
+    def _loss(self, step: int, key: Key) -> torch.Tensor:
+        """Return the loss of a step, after all of its forwards."""
+        gradients = self._gradients[key]
+        more = self._more_forwards.get(step)
+        if more and more.is_given_up:
+            for _ in range(more.count):
+                self._model.ddp(gradients)
+        loss: torch.Tensor = self._model.ddp(gradients)
+        if more and not more.is_given_up:
+            # A sum with negative zeros is exact for zeros of either sign, too.
+            zeros = [None if one is None else torch.full_like(one, -0.0) for one in gradients]
+            for _ in range(more.count):
+                loss += self._model.ddp(zeros)
+        return loss
 
     def _evaluate(self, evaluation: Evaluation, key: Key) -> None:
         """Make forwards without gradients, on all ranks or on one."""
