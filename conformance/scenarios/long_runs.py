@@ -30,9 +30,9 @@ ENDURANCE = Scenario(
     name="endurance",
     summary="1,200 to 1,500 steps after the warm-up, three buckets; the number of steps, the "
     "period of the gradients and the places of special steps are drawn; now and then the model is "
-    "evaluated, between steps or within one; some steps have several forwards; gradients are zeroed in place in some steps, and "
-    "freed in others; parameters move after each step, unless the hook steps them; every other "
-    "rank has another hash seed",
+    "evaluated, between steps or within one; some steps have several forwards; gradients are "
+    "zeroed in place in some steps, and freed in others; parameters move after each step, unless "
+    "the hook steps them; every other rank has another hash seed",
     params=(Param((5, 3)), Param((17,)), Param((2, 3)), Param((3, 3, 3))),
     steps=("crafted",) * FEWEST_ROUNDS,
     world_sizes=(2,),
