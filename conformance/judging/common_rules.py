@@ -337,6 +337,8 @@ def raises_if_collective_fails(
     return enter(raises)
 
 
+NO_CLOSURE = "step() takes no closure"
+
 # The likely causes, by the failure that the kit has caused.
 _SWALLOWED = {
     CALL_FAILS: "an except clause around the collective, or a context that ends errors, swallows "
@@ -355,6 +357,9 @@ def require_error_of_collective(run: Run, call: str, found: Found) -> None:
         found: receives the findings.
     """
     rank = run.ranks[run.scenario.fault.rank]
+    if rank.first("takes_no_closure"):
+        found.does_not_apply(NO_CLOSURE)
+        return
     for fault in rank.all("fault"):
         if not fault["started"] and run.scenario.fault.in_post_hooks:
             found.leaves_out("its post hooks issue no collective that the kit sees")

@@ -3,6 +3,7 @@
 import torch
 
 from conformance.judging.common_rules import (
+    NO_CLOSURE,
     leaves_no_trace,
     refuses_fewer_ranks,
     right_however_strings_hash,
@@ -223,7 +224,13 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
     In drawn steps the loss of one rank alone is NaN, an infinity, zero, negative, large or tiny,
     with ordinary gradients, and in one step the gradients of one rank are zeros: the step is like
     any other, and the averager is called on all ranks.
+
+    It does not apply if step() has no parameter for a closure: a trainer gets a TypeError then. The
+    steps of other rules have none either.
     """
+    if any(member.first("takes_no_closure") for member in run.ranks):
+        found.does_not_apply(NO_CLOSURE)
+        return
     for member in run.ranks:
         for failed in member.all("failed"):
             found.require(

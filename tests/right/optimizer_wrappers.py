@@ -440,6 +440,13 @@ class NeedsTwo(Delegates):
             raise ValueError("expected a group of two ranks or more")
 
 
+class WithoutClosures(Delegates):
+    """A wrapper whose ``step()`` takes no closure, as torch's PostLocalSGDOptimizer."""
+
+    def step(self) -> Any:  # type: ignore[override]
+        return super().step()
+
+
 def without_momentum(params: Any, lr: float) -> Any:
     """Return an optimizer with a learning rate as its only argument."""
     return torch.optim.SGD(params, lr=lr)
@@ -460,6 +467,7 @@ RIGHT = [
     Right("StowsIdleStates", kind="optimizer"),
     Right("of_its_own_class", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
+    Right("WithoutClosures", kind="optimizer"),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),
 ]

@@ -290,6 +290,8 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "its post hooks issue no collective that the kit sees",
         ),
         ("15.17", having(stepped, "not_joinable"), "", "it has no join_hook"),
+        ("15.7", having(stepped, "takes_no_closure"), "", "step() takes no closure"),
+        ("15.31", having(stepped, "takes_no_closure"), "", "step() takes no closure"),
         (
             "16.40",
             having(partial(synchronised, GRADIENT_DTYPES), "gradient_dtypes", parameters=None),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
@@ -13,6 +14,17 @@ from conformance.scenarios.optimizer import AFTER_LOAD, Setting
 
 # Options that a consolidated state has to keep, beside the numbers of parameters.
 _KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
+
+
+def takes_closure(optimizer: Any) -> bool:
+    """Whether ``step()`` has a parameter for a closure."""
+    try:
+        inspect.signature(optimizer.step).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature may take anything
+        return True
+    return True
 
 
 def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import (
     errors_as_optimizer,
     read_consolidated,
+    takes_closure,
 )
 from conformance.ranks.drivers._optimizer_writes import (
     freeze_late,
@@ -209,7 +210,11 @@ class OptimizerDriver(RankDriver):
 
     def _train(self, number: int) -> None:
         """Compute the gradients of a step, and step the optimizer."""
-        if is_closed(self.scenario, number):
+        is_closed_step = is_closed(self.scenario, number)
+        if is_closed_step and not takes_closure(self.optimizer):
+            self.recorder.event("takes_no_closure")
+            is_closed_step = False
+        if is_closed_step:
             if raised := raised_before(self.scenario, number):
                 self._skip_batch(raised)
             self._step_with_closure(number)
