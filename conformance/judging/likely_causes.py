@@ -305,7 +305,8 @@ def _location_in_buckets(run: Run, rank: int, step: int, claims: Claims) -> str:
     for call in bad_calls:
         flat = torch.cat([wrong[i] for i in _indices(run, call)])
         tail = len(flat) % len(run.group(rank))
-        if tail and flat[-tail:].any() and not flat[:-tail].any():
+        # All of a bucket that has fewer elements than there are ranks is no tail.
+        if 0 < tail < len(flat) and flat[-tail:].any() and not flat[:-tail].any():
             return (
                 "right but for the last numel % world_size elements of the bucket: "
                 "the uneven tail was left out"

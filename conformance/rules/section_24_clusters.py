@@ -66,7 +66,9 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     2 TiB, as functions of ``os`` return them, and torch tells as many threads, and other
     instructions of the processor; variables of SLURM, and of a network, differ from node to node,
     too (``ranks/node_variables.py``). A rank must not choose by these alone. One of
-    the parameters has a prime number of elements from 257 to 1019. Compression without feedback
+    the parameters has a prime number of elements from 257 to 1019. Unless results are lossy or
+    parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, and 20
+    to 60 steps come before those on record. Compression without feedback
     gets steps in which one rank's gradients are far larger than those of the others, here and in
     24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes meet
     within 24 steps, and get the mean over all ranks at a claimed period.

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.tables import prime_from
-from conformance.scenarios.training_sizes import mostly_small_sizes
+from conformance.scenarios.training_sizes import mostly_small_sizes, sizes_between
 
 # Of ``wide_groups``: for each dtype the largest number of elements, and how many sizes are drawn
 # from 20,000 on. A part of that range spans a factor of six. So one of the sizes is in every
@@ -50,6 +50,22 @@ def _draw_unequal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
     while len(set(nodes := _split(size, numbers.choice((2, 2, 3)), numbers))) == 1:
         pass
     return _draw_size(replace(scenario, size=size, nodes=nodes), numbers)
+
+
+def train_on_unequal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Return ``unequal_nodes`` with larger parameters, and with steps that leave no record before.
+
+    A hook may send small buckets, or all of them in its first steps, by the collective of all
+    ranks, and others node by node. One parameter has 1,000 to 30,000 elements, another one 30,000
+    to 500,000, by the logarithm, each in a bucket of its own; 20 to 60 steps come before.
+    """
+    params = list(scenario.params)
+    for size in sizes_between(1_000, 30_000, 1, 1, numbers) + sizes_between(
+        30_000, 500_000, 1, 1, numbers
+    ):
+        # The first parameter has fewer elements than there are ranks, and a bucket of its own.
+        params.insert(numbers.randint(1, len(params)), Param((size,)))
+    return replace(scenario, params=tuple(params), unrecorded_steps=numbers.randint(20, 60))
 
 
 def _draw_equal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:

@@ -11,6 +11,7 @@ from conformance.judging.oracles.lossy import (
     ONE_WORLD_SCENARIOS,
 )
 from conformance.scenarios import process
+from conformance.scenarios.cluster_draws import train_on_unequal_nodes
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS, UNUSED_GROUPS
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
@@ -177,6 +178,14 @@ ADAPTATIONS = (
         ),
         lambda scenario, claims: add_mostly_zero_steps(scenario, generator(scenario, "zeros")),
         "lossy results are judged over many steps, with gradients of their own",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name == UNEQUAL_NODES.name and not (claims.lossy or claims.fused)
+        ),
+        lambda scenario, claims: train_on_unequal_nodes(scenario, generator(scenario, "training")),
+        "lossy hooks take too many steps for parameters of these sizes, and those of fused hooks "
+        "are followed from the first step on",
     ),
     Adaptation(
         lambda scenario, claims: (
