@@ -12,6 +12,7 @@ from conformance.judging.oracles.averager import (
     changed,
     due,
     never_averages,
+    require_parameters_left,
     require_quiet,
     require_right,
     require_same_gradients,
@@ -375,7 +376,8 @@ def done(run: Run, claims: Claims, found: Found) -> None:
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     """Saved at a drawn step after the first average and loaded in new processes, the averager
-    continues its schedule.
+    continues its schedule. The model's parameters stay as they are while the state is saved or
+    loaded: the trainer saves and loads the model itself.
 
     Its state is its state_dict() or, if it has none, its attribute ``step``.
     """
@@ -385,6 +387,7 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
             "it has neither state_dict() nor step: its schedule begins anew after a checkpoint"
         )
         return
+    require_parameters_left(run, found)
     require_right(run, claims, found, must_change=True)
 
 

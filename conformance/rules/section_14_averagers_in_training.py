@@ -12,6 +12,7 @@ from conformance.judging.common_rules import (
 )
 from conformance.judging.oracles.averager import (
     require_dtypes,
+    require_parameters_left,
     require_right,
     require_same_gradients,
 )
@@ -202,7 +203,8 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
     new processes load it twice, save it, and load the new copy. Under ``periodic`` and
     ``hierarchical`` all ranks load the state of rank 0, which often writes the checkpoint, unless
     every other rank refuses it with an error; then each loads its own. If the same averager loads
-    an earlier state, it continues as if the steps since then had not been.
+    an earlier state, it continues as if the steps since then had not been. As in 14.11, parameters
+    stay as they are.
 
     A schedule without a warm-up is saved between the first two averages, and so is a state that the
     same averager loads; that of a hierarchical one is saved right before an average of its longest
@@ -224,6 +226,7 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
         found.leaves_out(reason)
         return
     _require_refused_by_all(run, found)
+    require_parameters_left(run, found)
     require_right(run, claims, found, must_change=True, evaluated=True)
 
 

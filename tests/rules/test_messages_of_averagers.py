@@ -215,6 +215,22 @@ Actual: rank 0, step 0: p3 moved""",
     )
 
 
+def test_parameters_that_a_load_changes_are_described() -> None:
+    run = averaged()
+    run.ranks[1].events.append(
+        event("changed_by_state", -1, call="load_state_dict()", parameters=[0, 2])
+    )
+    expecttest.assert_expected_inline(
+        refused("14.11", run, PERIODIC),
+        """\
+Expected: the same parameters after load_state_dict() as before: the trainer saves and
+    loads the model
+Actual: rank 1: p0, p2 changed
+Likely cause: values of the state, such as those at the begin of a round, are written into
+    the model; or state_dict() makes an average""",
+    )
+
+
 def test_differences_from_a_reference_are_described() -> None:
     without = averaged(fed_values)
     del without.ranks[0].tensors["10/parameter/p0"]

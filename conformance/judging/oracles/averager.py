@@ -145,6 +145,21 @@ def require_same_gradients(run: Run, found: Found) -> None:
         )
 
 
+def require_parameters_left(run: Run, found: Found) -> None:
+    """Require that no parameter changes while the averager's state is saved or loaded."""
+    for rank in run.ranks:
+        for event in rank.all("changed_by_state"):
+            names = ", ".join(f"p{index}" for index in event["parameters"])
+            found.require(
+                False,
+                f"the same parameters after {event['call']} as before: the trainer saves and loads "
+                "the model",
+                f"rank {rank.rank}: {names} changed",
+                "values of the state, such as those at the begin of a round, are written into the "
+                "model; or state_dict() makes an average",
+            )
+
+
 def require_same_outside(run: Run, found: Found) -> None:
     """Require that a rank outside of the group keeps its parameters, or gets an error."""
     for rank in run.ranks:

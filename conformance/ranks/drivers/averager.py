@@ -1,8 +1,8 @@
 """The driver of averagers: sets parameters, has them averaged, and records them."""
 
 import copy
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -23,6 +23,7 @@ from conformance.ranks.drivers._given_parameters import (
     gradient_of,
 )
 from conformance.ranks.drivers._models_in_turn import count_models
+from conformance.ranks.drivers._parameters_left import parameters_left
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.flat_buffers import FlatBuffers
@@ -123,6 +124,7 @@ class AveragerDriver(RankDriver):
             return
         resume = scenario.resume
         # Parameters are set in every step: only the averager has a state to go on from.
+        self.trainee = first
         if self.saved:
             self._load_averager()
         for step, kind in enumerate(scenario.steps):
@@ -400,7 +402,7 @@ class AveragerDriver(RankDriver):
 
     def _save_averager(self) -> None:
         averager = self.trainee.averager
-        with self.doing("state_dict"):
+        with self._saving_or_loading("state_dict"):
             if hasattr(averager, "state_dict"):
                 self.save(averager.state_dict())
             elif hasattr(averager, "step"):
@@ -410,6 +412,11 @@ class AveragerDriver(RankDriver):
                 self.save(None)
         self.recorder.event("saved", nothing=not self._has_state())
 
+    @contextmanager
+    def _saving_or_loading(self, call: str) -> Iterator[None]:
+        with self.doing(call), parameters_left(self.recorder, f"{call}()", self.params):
+            yield
+
     def _has_state(self) -> bool:
         averager = self.trainee.averager
         return hasattr(averager, "state_dict") or hasattr(averager, "step")
@@ -417,7 +424,7 @@ class AveragerDriver(RankDriver):
     def _load_averager(self) -> None:
         averager = self.trainees[0].averager
         loads_first = option(self.scenario, LOADS_FIRST) and not self._refuses_first(averager)
-        with self.doing("load_state_dict"):
+        with self._saving_or_loading("load_state_dict"):
             saved = self.load(0 if loads_first else None)
             self.recorder.event("loaded", nothing=saved is None)
             if hasattr(averager, "load_state_dict"):
@@ -440,7 +447,7 @@ class AveragerDriver(RankDriver):
             return False
         activity = self.activity
         try:
-            with self.doing("load_state_dict"):
+            with self._saving_or_loading("load_state_dict"):
                 averager.load_state_dict(self.load(0))
         except Exception as error:
             self.activity = activity
@@ -464,7 +471,7 @@ class AveragerDriver(RankDriver):
         saved = BytesIO()
         activity = self.activity
         try:
-            with self.doing("state_dict"):
+            with self._saving_or_loading("state_dict"):
                 # A state may share memory with the averager, as an optimizer's does.
                 torch.save(averager.state_dict(), saved)
         except Exception:
@@ -483,6 +490,6 @@ class AveragerDriver(RankDriver):
             with self.inside("average_parameters"):
                 self._average(step)
         saved.seek(0)
-        with self.doing("load_state_dict"):
+        with self._saving_or_loading("load_state_dict"):
             averager.load_state_dict(torch.load(saved, weights_only=False))
         self.trainee.was_loaded = True
