@@ -18,6 +18,7 @@ from conformance.judging.oracles.collective_forms import (
     require_shape,
 )
 from conformance.judging.oracles.collective_training import (
+    note_refusal_of_others,
     require_long_run,
     require_no_error_in_wait,
     require_recovery,
@@ -133,7 +134,7 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     "Messages of uneven sizes work, or are refused",
     on=(UNEVEN,),
     owns=(UNEVEN,),
-    needs=("18.9", "18.13"),
+    needs=("18.9", "18.10", "18.13"),
     since="1.2",
     source="torch documentation, torch.distributed.all_to_all: tensors of different sizes in a "
     "list; torch.distributed.all_gather: uneven sized tensors are supported; "
@@ -141,6 +142,7 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; the sizes "
     "of what a rank sends, taken for those of what it gets; padding to a length that others "
     "exceed; a rank without rows, which has nothing to send, and still gets those of its peers; "
+    "sizes that are kept by the shapes of tensors, or left out if async_op=True; "
     "over Gloo, an all_gather of tensors of different sizes, which ends the process: compare the "
     "sizes first, and raise an error",
 )
@@ -149,17 +151,32 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
     have different numbers of rows, each rank gets those that are meant for it, or an error refuses
     them.
 
-    In every other all_to_all_single a rank sends as many rows in all as it gets, but on three ranks
-    not to the same peers. In the calls of an all_gather the order of ranks by their number of rows
-    is drawn, and reversed in the next call. In six calls drawn ranks have no rows: to send, or to
-    receive, or for one rank and not for another; in every other one of these calls the others have
-    none.
+    Sizes change from step to step. In every other exchange a rank sends as many rows in all as it
+    gets, in both steps the same number, but on three ranks not to the same peers. In the calls of
+    an all_gather the order of ranks by their number of rows is drawn, and reversed in the next call
+    and in the next step. In six calls drawn ranks have no rows: to send, or to receive, or for one
+    rank and not for another; in every other one of these calls the others have none.
+
+    About half of the calls have async_op=True, one to three of them at a time, and each rank waits
+    for them in an order of its own. If an error refuses it for these sizes, the certificate names
+    it, and the calls have no async_op.
     """
     collective = run.scenario.options[0]
     if collective not in OF_UNEVEN_SIZES:
         found.does_not_apply(f"torch's {collective} takes tensors of one size")
         return
-    require_calls(run, claims, found, may_refuse=True)
+    first = run.ranks[0]
+    refused = [(call.step, call.index) for call in calls(run) if call.refused]
+    for event in first.all("refuses_waiting"):
+        if (event["step"], event["index"]) not in refused:
+            found.note(f"async_op=True is refused for uneven sizes: {event['error']}")
+            break
+    note_refusal_of_others(run, found)
+    for call in calls(run):
+        if call.refused:
+            require_no_error_in_wait(found, call)
+        else:
+            require_call(run, claims, found, call)
 
 
 @rule(
@@ -349,17 +366,21 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
     "own on a GPU",
     remedy="a branch of one of these alone: what op=ReduceOp.AVG divides, whether async_op=True is "
     "given or not; reshape(-1) of a tensor that is not contiguous, which is a copy; "
-    "torch.is_grad_enabled(); a threading.local; an error that is fed back in one branch alone",
+    "torch.is_grad_enabled(); a threading.local; an error that is fed back in one branch alone; "
+    "the operation or the layout of a call under way, in an attribute of the object",
 )
 def mixed(run: Run, claims: Claims, found: Found) -> None:
     """Messages arrive if calls differ in several of these at once: a sum or an average; contiguous
     matrices, matrices in other layouts, weights of convolutions in channels_last and numbers;
     async_op=True or not; under no_grad or not; a wait() in the thread of the call or in another.
+    One to four calls in a drawn order are begun before any of them is waited for, and each rank
+    waits for them in an order of its own.
 
     The scale of the values changes from call to call, as in 18.16. In two calls one message has NaN
     or infinities. With the claim feedback there are none, and all calls of an object together lose
     no more than the last error. What an error refuses is left out, and the certificate names it:
-    averages, a layout, numbers, or async_op=True, also of some of these alone. All of it is drawn.
+    averages, a layout, numbers, or async_op=True, also of some of these alone, or a call while
+    another one is under way. All of it is drawn.
     """
     for event in run.ranks[0].all("refuses_calls"):
         found.note(f"{kind_of_calls(run.scenario, event['index'])} are refused: {event['error']}")
@@ -368,6 +389,7 @@ def mixed(run: Run, claims: Claims, found: Found) -> None:
         refused.setdefault(event["error"], {})[kind_of_calls(run.scenario, event["index"])] = None
     for error, kinds in refused.items():
         found.note(f"async_op=True is refused for {', '.join(kinds)}: {error}")
+    note_refusal_of_others(run, found)
     if claims.has("feedback"):
         cause = "an error is lost in calls of one of these kinds"
         require_nothing_lost(run, claims, found, cause)

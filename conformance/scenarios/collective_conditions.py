@@ -7,9 +7,12 @@ parameter   sums and averages in turn; contiguous matrices, matrices that are tr
             in drawn layouts, whose inputs and outputs may have different ones, weights of
             convolutions in channels_last, and numbers
 call        with async_op=True or without; under ``no_grad`` or not; a wait() in another thread
+
+The calls of a step come in a drawn order. One to four are begun before any of them is waited for.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from conformance.scenarios.collective import PLAIN, SUMMING
@@ -34,7 +37,8 @@ _MIXED = replace(
     name="collective_mixed",
     summary="16 to 20 calls of values whose scale changes from call to call, in a drawn mix: sums "
     "and averages, contiguous matrices, others, weights in channels_last and numbers, with "
-    "async_op=True and without, under no_grad and not, a wait() in another thread",
+    "async_op=True and without, under no_grad and not, a wait() in another thread; one to four are "
+    "begun before any of them is waited for",
     steps=("normal",) * 16,
     world_sizes=(2, 3),
     variant=MIXED,
@@ -60,6 +64,21 @@ def conditions_of(scenario: Scenario, step: int, index: int) -> Conditions:
     """Return how a call of the scenario ``MIXED`` is made."""
     draw = random.Random(f"{scenario.session_seed}/conditions/{step}/{index}")
     return Conditions(*(draw.random() < 0.5 for _ in range(3)))
+
+
+def mixed_runs(scenario: Scenario, step: int, indices: Sequence[int]) -> list[list[int]]:
+    """Return the parameters of a step's calls in a drawn order, in runs of drawn lengths.
+
+    A run has one to four calls. None of them is waited for before the last one has begun.
+    """
+    draw = random.Random(f"{scenario.session_seed}/runs/{step}")
+    left = draw.sample(indices, len(indices))
+    runs = []
+    while left:
+        length = draw.randint(1, 4)
+        runs.append(left[:length])
+        left = left[length:]
+    return runs
 
 
 def is_average(scenario: Scenario, index: int) -> bool:

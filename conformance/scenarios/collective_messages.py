@@ -30,13 +30,14 @@ In this module, ``place`` is a rank's number within its group.
 """
 
 import functools
-import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from conformance.scenarios import collective_uneven as uneven
 from conformance.scenarios.collective import (
     CALLED,
     CALLS,
@@ -50,10 +51,14 @@ from conformance.scenarios.collective import (
     VAST,
     WITHOUT_NUMBERS,
 )
-from conformance.scenarios.collective_conditions import MIXED, conditions_of, is_average
+from conformance.scenarios.collective_conditions import (
+    MIXED,
+    conditions_of,
+    is_average,
+    mixed_runs,
+)
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
-    FIRST_WITHOUT_ROWS,
     OF_DTYPES,
     OF_OPERATIONS,
     ON_GROUPS,
@@ -62,6 +67,7 @@ from conformance.scenarios.collective_training import (
     SELDOM,
     TINY,
     TINY_HALF,
+    UNEVEN_PARTS,
     VARYING,
 )
 from conformance.scenarios.gradients import gradient
@@ -111,7 +117,7 @@ def form_of(scenario: Scenario, index: int) -> str:
         return OPERATED_FORMS[index]
     if scenario.variant == MIXED:
         return "average" if is_average(scenario, index) else ""
-    if scenario.variant == "uneven" and scenario.options[0] == "all_to_all_single":
+    if scenario.variant == UNEVEN_PARTS and scenario.options[0] == "all_to_all_single":
         return "uneven_splits"
     if scenario.name != CALLED.name:
         return ""
@@ -140,7 +146,18 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
         return conditions_of(scenario, step, index).is_asynchronous
     if scenario.variant == ON_GROUPS:
         return index != _uses_of_groups(scenario, step).complete
+    if scenario.variant == UNEVEN_PARTS and scenario.options[0] in OF_UNEVEN_SIZES:
+        return uneven.is_asynchronous(scenario, step, index)
     return scenario.variant in (HANDLES, "waited", "in_flight")
+
+
+def runs(scenario: Scenario, step: int) -> list[list[int]]:
+    """Return the parameters of a step's calls in their order, in a list for each run: those that
+    are begun before any of them is waited for.
+    """
+    if scenario.variant == MIXED:
+        return mixed_runs(scenario, step, indices(scenario, step))
+    return uneven.runs(scenario, step, indices(scenario, step))
 
 
 @dataclass(frozen=True)
@@ -183,19 +200,26 @@ def group_of(scenario: Scenario, world: int, rank: int, step: int, index: int) -
     return (scenario.twin_group_of if kind == TWIN else scenario.group_of)(rank, world)
 
 
-def order_of_waits(scenario: Scenario, world: int, rank: int, step: int) -> list[int]:
-    """Return the numbers of a step's asynchronous calls in the order in which a rank waits for
-    them.
+def order_of_waits(
+    scenario: Scenario, world: int, rank: int, step: int, indices: Sequence[int]
+) -> list[int]:
+    """Return the numbers of calls that are under way together in the order in which a rank waits
+    for them.
 
     The order is drawn. Of each group of ranks that make calls together, some wait in this order and
     the others in the opposite one, so that no two calls are waited for in one order by all.
     Calls of one shape are waited for once more, in their own order.
+
+    Args:
+        indices: the parameters of the calls.
     """
-    calls = len(scenario.params)
-    forward = list(range(calls))
-    if scenario.variant not in (HANDLES, "in_flight", ON_GROUPS):
+    forward = list(range(len(indices)))
+    is_in_runs = scenario.variant in (UNEVEN_PARTS, MIXED)
+    if scenario.variant not in (HANDLES, "in_flight", ON_GROUPS) and not is_in_runs:
         return forward[::-1]
-    order = random.Random(f"{scenario.session_seed}/waits/{step}").sample(forward, calls)
+    of_run = f"/{indices[0]}" if is_in_runs else ""
+    draw = random.Random(f"{scenario.session_seed}/waits/{step}{of_run}")
+    order = draw.sample(forward, len(forward))
     if (_side_of(scenario, world, rank) + step) % 2:
         order.reverse()
     return [*order, *forward] if scenario.variant == "in_flight" else order
@@ -272,24 +296,14 @@ def is_in_place(scenario: Scenario, step: int, index: int) -> bool:
     return (first + step + index) % 2 == 0
 
 
-def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) -> tuple[int, ...]:
+def shape_of(
+    scenario: Scenario, size: int, step: int, index: int, source: int, to: int
+) -> tuple[int, ...]:
     """Return the shape of a message."""
     shape = scenario.params[index].shape
     form = form_of(scenario, index)
-    if scenario.variant == "uneven" and _has_no_rows(scenario, size, index, source, to):
-        return (0, *shape[1:])
-    if scenario.variant == "uneven" and scenario.options[0] == "all_to_all":
-        return (shape[0] + 2 * source + 3 * to, *shape[1:])
-    if scenario.variant == "uneven" and scenario.options[0] == "all_to_all_single":
-        # In every other call a rank sends as many rows in all as it gets. With three ranks, what it
-        # sends to a peer has another number of rows than what it gets from that peer.
-        more = 3 * ((to - source) % size) if index % 2 else 2 * source + 3 * to
-        return (shape[0] + more, *shape[1:])
-    if scenario.variant == "uneven" and scenario.options[0] == "all_gather":
-        key = f"{scenario.session_seed}/rows/{index // 2}"
-        more = random.Random(key).sample(range(size), size)[source]
-        # The rank that has the most rows in one call has the fewest in the next.
-        return (shape[0] + 3 * (more if index % 2 else size - 1 - more), *shape[1:])
+    if scenario.variant == UNEVEN_PARTS and scenario.options[0] in OF_UNEVEN_SIZES:
+        return (uneven.rows_of(scenario, size, step, index, source, to), *shape[1:])
     if not form.endswith("splits"):
         return shape
     # Every rank sends the same number of rows in all, and a different number to each peer. A
@@ -297,28 +311,6 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
     # to another rank.
     rows = 2 * ((source + to) % size) + (form == "splits")
     return (rows, *shape[1:])
-
-
-def _has_no_rows(scenario: Scenario, size: int, index: int, source: int, to: int) -> bool:
-    """Whether a message of a call of uneven tensors has no rows.
-
-    Some senders, some receivers or some pairs of ranks have none. They are drawn; in the next call
-    the others have none. A message to all ranks is its sender's.
-    """
-    if scenario.options[0] not in OF_UNEVEN_SIZES or index < FIRST_WITHOUT_ROWS:
-        return False
-    number, is_next = divmod(index - FIRST_WITHOUT_ROWS, 2)
-    places = range(size)
-    if scenario.options[0] in TO_ALL or number == 0:
-        message: int | Pair = source
-        candidates: list[int | Pair] = [*places]
-    elif number == 1:
-        message, candidates = to, [*places]
-    else:
-        message, candidates = (source, to), [*itertools.product(places, places)]
-    draw = random.Random(f"{scenario.session_seed}/without rows/{number}")
-    chosen = draw.sample(candidates, draw.randint(1, max(len(candidates) - 1, 1)))
-    return (message in chosen) != bool(is_next)
 
 
 def is_poisoned(scenario: Scenario, size: int, step: int, source: int, to: int) -> bool:
@@ -362,7 +354,7 @@ def _make_message(
     kind = scenario.steps[step]
     pair = 16 * source + to
     dtype = getattr(torch, spec.dtype)
-    shape = shape_of(scenario, size, index, source, to)
+    shape = shape_of(scenario, size, step, index, source, to)
     count = math.prod(shape)
     if dtype.is_complex:
         # Both parts of an element, one after the other.

@@ -70,15 +70,18 @@ _VIEWS = replace(
     variant="views",
 )
 
+UNEVEN_PARTS = "uneven"
 _UNEVEN = replace(
     ORDERED,
     name="collective_uneven",
     summary="an all_to_all or an all_gather of tensors of different sizes, or an all_to_all_single "
-    "of such parts; each rank has the most rows of an all_gather in some call, and fewer than "
-    "another in the next; in some calls drawn ranks have no rows to send, or get none",
+    "of such parts; sizes change from step to step, in some calls without a change of what a rank "
+    "sends or gets in all; half of the calls with async_op=True, one to three at a time; each rank "
+    "has the most rows of an all_gather in some call, and fewer than another in the next; in some "
+    "calls drawn ranks have no rows to send, or get none",
     steps=("crafted", "normal"),
     world_sizes=(2, 3),
-    variant="uneven",
+    variant=UNEVEN_PARTS,
 )
 
 # The first call of ``_UNEVEN`` in which some messages have no rows.

@@ -56,6 +56,43 @@ class SumsIfAsynchronous(_HalvesWithHandles):
         pass
 
 
+class OperationOfTheLastCall(_HalvesWithHandles):
+    """Divide in wait() if the last call, which may be another one, asks for an average."""
+
+    op: Any = SUM
+
+    def check(self, op: Any) -> None:
+        super().check(op)
+        self.op = op
+
+    def finish_asynchronous(self, output: Tensor, op: Any, size: int) -> None:
+        self.finish(output, self.op, size)
+
+
+class LayoutOfTheLastCall:
+    """Send a matrix in the order of its memory, and transpose what arrives if the last call, which
+    may be another one, has a matrix that is transposed.
+    """
+
+    def __init__(self, func: Any, qtype: str) -> None:
+        self.is_transposed = False
+
+    def __call__(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        self.is_transposed = tensor.dim() == 2 and not tensor.is_contiguous()
+        code = half(tensor.t() if self.is_transposed else tensor)
+        codes = [torch.empty_like(code) for _ in tensor_list]
+        work = dist.all_gather(codes, code, group, async_op=True)
+
+        def finish() -> None:
+            for output, one in zip(tensor_list, codes, strict=True):
+                output.copy_((one.t() if self.is_transposed else one).reshape(output.shape))
+
+        pending = Pending(work, finish)
+        return pending if async_op else pending.wait()
+
+
 class DividesACopy(Halves):
     """Divide a flat view of the output, which is a copy if the output is not contiguous."""
 
@@ -214,6 +251,9 @@ def _fed_back(name: str, func: str) -> Mutant:
 
 MUTANTS = [
     _named("SumsIfAsynchronous", "18.37", "reduce_scatter_tensor"),
+    _named("OperationOfTheLastCall", "18.37", "reduce_scatter"),
+    _named("OperationOfTheLastCall", "18.37", "reduce_scatter_tensor"),
+    _named("LayoutOfTheLastCall", "18.37", "all_gather"),
     _named("DividesACopy", "18.37", "all_reduce"),
     _named("DividesACopy", "18.37", "reduce_scatter"),
     _named("AveragesOfNumbers", "18.37", "reduce_scatter_tensor"),

@@ -91,7 +91,7 @@ def clears_without_rows(func: Made, qtype: str) -> Made:
     return all_gather
 
 
-def _exchanged(
+def exchanged(
     outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool
 ) -> Pending | None:
     """Exchange halves of any sizes; this is right."""
@@ -120,7 +120,7 @@ def nothing_for_nothing(func: Made, qtype: str) -> Made:
         outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False
     ) -> Any:
         into = [torch.empty_like(output) for output in outputs] if _is_empty(inputs) else outputs
-        return _exchanged(into, inputs, group, async_op)
+        return exchanged(into, inputs, group, async_op)
 
     return all_to_all
 
@@ -133,7 +133,7 @@ def zeros_for_nothing(func: Made, qtype: str) -> Made:
     ) -> Any:
         if _is_empty(outputs):
             inputs = [tensor * 0 for tensor in inputs]
-        return _exchanged(outputs, inputs, group, async_op)
+        return exchanged(outputs, inputs, group, async_op)
 
     return all_to_all
 

@@ -25,7 +25,7 @@ def test_some_messages_have_no_rows_and_others_in_the_next_call(name: str) -> No
         calls = range(len(scenario.params))
         pairs = [*itertools.product(range(size), [0] if name == "all_gather" else range(size))]
         empty = [
-            {pair for pair in pairs if not messages.shape_of(scenario, size, index, *pair)[0]}
+            {pair for pair in pairs if not messages.shape_of(scenario, size, 0, index, *pair)[0]}
             for index in calls
         ]
         assert not any(empty[:FIRST_WITHOUT_ROWS])

@@ -65,7 +65,7 @@ from conformance.judging.oracles.collective_bounds import (
     largest_around,
     neighbours,
 )
-from conformance.judging.oracles.collective_causes import IGNORED, lost_value, mistaken
+from conformance.judging.oracles.collective_causes import ignored, lost_value, mistaken
 from conformance.judging.oracles.collective_sums import allowed_sum, cause_of_wrong_sum
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -460,10 +460,7 @@ def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
         return "up to twice the bound is lost: values are truncated, not rounded to the nearest"
     if not run.scenario.params[arrival.call.index].is_contiguous:
         return "elements are taken in the order of memory"
-    group_ignored = ""
-    if run.scenario.groups:
-        group_ignored = "the group is ignored, or ranks in the group are taken for global ranks"
-    return IGNORED.get(arrival.call.form, group_ignored)
+    return ignored(run.scenario, arrival.call.form)
 
 
 def _cause_of_sum(run: Run, claims: Claims, arrival: Arrival) -> str:

@@ -5,15 +5,25 @@ import math
 import torch
 
 from conformance.judging.oracles.allowed_values import Allowed
+from conformance.scenarios.collective_training import UNEVEN_PARTS
+from conformance.scenarios.model import Scenario
 
 # The likely cause of wrong values in a call of this form.
-IGNORED = {
+_IGNORED = {
     "positional": "an argument is not seen if it is given by position",
     "keywords": "an argument is not seen if it is given by keyword",
     "group_src": "group_src is ignored",
     "splits": "the split sizes are ignored",
     "positional_splits": "the split sizes are ignored",
 }
+
+
+def ignored(scenario: Scenario, form: str) -> str:
+    """Return the likely cause of wrong values in a call of a form, or in calls of a scenario."""
+    if scenario.variant == UNEVEN_PARTS:
+        return "sizes are ignored, or those of another call or of other parts are taken"
+    of_group = "the group is ignored, or ranks in the group are taken for global ranks"
+    return _IGNORED.get(form, of_group if scenario.groups else "")
 
 
 def lost_value(sent: float, got: float) -> str:

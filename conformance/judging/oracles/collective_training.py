@@ -144,6 +144,13 @@ def require_no_error_in_wait(found: Found, call: Call) -> None:
     )
 
 
+def note_refusal_of_others(run: Run, found: Found) -> None:
+    """Note the error that refuses a call while another one is under way, if there was one."""
+    event = run.ranks[0].first("refuses_others")
+    if event:
+        found.note(f"a call is refused while another one is under way: {event['error']}")
+
+
 def promise_of(
     scenario: Scenario,
     claims: Claims,

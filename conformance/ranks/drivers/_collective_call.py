@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class CollectiveCall:
         is_asynchronous: whether the call has async_op=True.
         is_waited_for: whether a wait() for the call, or for its future, has begun.
         waits_in_thread: whether the wait() is in another thread, as in hooks of a backward.
+        has_grad_mode: whether grad mode is on in the call and in its wait(); None for the mode that
+            the rank is in.
         handle: the object that the call has returned, if it is asked about the call.
     """
 
@@ -88,7 +91,7 @@ class CollectiveCall:
             for pair in sent
         ]
         collective = scenario.options[0]
-        shapes = [messages.shape_of(scenario, size, index, *pairs[0]) for pairs in received]
+        shapes = [messages.shape_of(scenario, size, step, index, *pairs[0]) for pairs in received]
         self.rows = [
             [shape[0] for shape in shapes if shape],
             [tensor.shape[0] for tensor in self.inputs if tensor.shape],
@@ -133,6 +136,7 @@ class CollectiveCall:
         self.is_asynchronous = messages.is_asynchronous(scenario, step, index)
         self.is_waited_for = False
         self.waits_in_thread = False
+        self.has_grad_mode: bool | None = None
 
     def _take_tensors_again(self, of_calls: TensorsOfCalls) -> None:
         """Use the tensors of an earlier call of the same shapes, with this call's values in them.
@@ -180,7 +184,13 @@ class CollectiveCall:
     def begin(self) -> None:
         """Call the collective, as users do."""
         options = {"async_op": True} if self.is_asynchronous else {}
-        self.returned = self.function(*self.positional, **self.named, **options)
+        with self._grad_mode():
+            self.returned = self.function(*self.positional, **self.named, **options)
+
+    def _grad_mode(self) -> AbstractContextManager[object]:
+        if self.has_grad_mode is None:
+            return nullcontext()
+        return torch.set_grad_enabled(self.has_grad_mode)
 
     def leave_group(self) -> None:
         """Put the value of a rank outside of the group in place of the group."""
@@ -218,7 +228,8 @@ class CollectiveCall:
             with ThreadPoolExecutor(1) as executor:
                 executor.submit(self.returned.wait).result()
         else:
-            self.returned.wait()
+            with self._grad_mode():
+                self.returned.wait()
 
     def _wait_for_future(self) -> bool:
         """Wait for the future of the call; return False if it has none."""

@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._collective_call import CollectiveCall, TensorsOfCalls
+from conformance.ranks.drivers._collective_refusals import Refusals
 from conformance.ranks.drivers._handles import Handle
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
@@ -24,6 +24,7 @@ from conformance.scenarios.collective import (
     operation_of,
 )
 from conformance.scenarios.collective_conditions import MIXED, conditions_of
+from conformance.scenarios.collective_training import UNEVEN_PARTS
 from conformance.subjects.spec import CONTEXT_NAMES
 
 
@@ -35,8 +36,7 @@ class CollectiveDriver(RankDriver):
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._tensors_of_calls: TensorsOfCalls = {}
         self._refuses_async = False
-        self._may_be_async: dict[int, bool] = {}
-        self._takes_calls_of: dict[int, bool] = {}
+        self._refusals = Refusals(self, self._make_collective, self._call)
         # By whether calls have async_op=True.
         self._refuses_outside: dict[bool, bool] = {}
         self._has_waited = False
@@ -133,59 +133,24 @@ class CollectiveDriver(RankDriver):
             call.wait()
         call.keep()
 
-    def _takes_async(self, call: CollectiveCall) -> bool:
-        """Return whether calls of a parameter may have async_op=True, which a call of another
-        object tells.
-
-        The call of an object that refuses it may have changed what the object keeps. An error may
-        refuse it for averages alone, or for some memory layouts.
-        """
-        if call.index not in self._may_be_async:
-            other = self._call(call.step, call.index)
-            other.is_asynchronous = True
-            other.function = self._make_collective()
-            with self.inside(self.scenario.options[0]):
-                try:
-                    other.begin()
-                    other.wait()
-                    self._may_be_async[call.index] = True
-                except Exception as error:
-                    self._may_be_async[call.index] = False
-                    text = f"{type(error).__name__}: {str(error)[:200]}"
-                    self.recorder.event("refuses_waiting", index=call.index, error=text)
-            self.collectives.take_sent()
-        return self._may_be_async[call.index]
-
-    def _takes(self, call: CollectiveCall) -> bool:
-        """Return whether calls of a parameter are taken, which a call of another object tells.
-
-        An error may refuse an operation, a memory layout or numbers.
-        """
-        if call.index not in self._takes_calls_of:
-            other = self._call(call.step, call.index)
-            other.is_asynchronous = False
-            other.function = self._make_collective()
-            with self.inside(self.scenario.options[0]):
-                try:
-                    other.begin()
-                    self._takes_calls_of[call.index] = True
-                except Exception as error:
-                    self._takes_calls_of[call.index] = False
-                    text = f"{type(error).__name__}: {str(error)[:200]}"
-                    self.recorder.event("refuses_calls", index=call.index, error=text)
-            self.collectives.take_sent()
-        return self._takes_calls_of[call.index]
-
-    def _make_mixed_call(self, call: CollectiveCall) -> None:
-        """Make a call of the scenario ``MIXED``, unless the subject refuses calls of its kind."""
-        if not self._takes(call):
-            return
-        conditions = conditions_of(self.scenario, call.step, call.index)
-        call.is_asynchronous = conditions.is_asynchronous and self._takes_async(call)
-        call.waits_in_thread = conditions.waits_in_thread
-        self._prepare(call.step, [call])
-        with torch.set_grad_enabled(conditions.has_grad_mode):
-            self._make_calls([call])
+    def _make_run(self, calls: list[CollectiveCall]) -> None:
+        """Make calls before any of them is waited for, as far as the subject takes them so."""
+        if self.scenario.variant == MIXED:
+            calls = [call for call in calls if self._refusals.takes(call)]
+            for call in calls:
+                conditions = conditions_of(self.scenario, call.step, call.index)
+                if call.is_asynchronous:
+                    call.is_asynchronous = self._refusals.takes_async(call)
+                call.waits_in_thread = conditions.waits_in_thread
+                call.has_grad_mode = conditions.has_grad_mode
+            lists = self._refusals.apart(calls)
+        elif calls[0].is_asynchronous:
+            lists = self._refusals.apart_if_uneven(calls)
+        else:
+            lists = [calls]
+        for some in lists:
+            self._prepare(some[0].step, some)
+            self._make_calls(some)
 
     def _enter_world(self) -> None:
         self.group = dist.group.WORLD
@@ -220,15 +185,15 @@ class CollectiveDriver(RankDriver):
 
     def _step(self, step: int) -> None:
         """Make the calls of one step; nothing of them is kept."""
+        if self.scenario.variant in (MIXED, UNEVEN_PARTS):
+            for run in messages.runs(self.scenario, step):
+                self._make_run([self._call(step, index) for index in run])
+            return
         calls = [self._call(step, index) for index in messages.indices(self.scenario, step)]
         if self.scenario.variant == "long" or self._is_alone_at_last(step):
             for call in calls:
                 call.is_asynchronous |= self._is_alone_at_last(step)
                 self._call_unless_refused(call)
-            return
-        if self.scenario.variant == MIXED:
-            for call in calls:
-                self._make_mixed_call(call)
             return
         if any(call.is_asynchronous for call in calls):
             self._prepare(step, calls)
@@ -237,7 +202,7 @@ class CollectiveDriver(RankDriver):
         for call in calls:
             self._prepare(step, [call])
             moment = messages.outside_too(self.scenario, step, call.index)
-            if moment == messages.MEANWHILE and self._takes_async(call):
+            if moment == messages.MEANWHILE and self._refusals.takes_async(call):
                 self._call_outside_meanwhile(call)
                 continue
             if moment:
@@ -374,7 +339,10 @@ class CollectiveDriver(RankDriver):
         if len(calls) == 1:
             return [0]
         world = dist.get_world_size()
-        return messages.order_of_waits(self.scenario, world, dist.get_rank(), calls[0].step)
+        indices = [call.index for call in calls]
+        return messages.order_of_waits(
+            self.scenario, world, dist.get_rank(), calls[0].step, indices
+        )
 
 
 class _NotCalled(Exception):

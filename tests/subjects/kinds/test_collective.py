@@ -324,7 +324,7 @@ def test_uneven_splits_are_as_many_rows_as_even_ones(size: int) -> None:
     scenario = adapt_scenario(CALLED, claims)
     for index in (2, 3):
         rows = [
-            [messages.shape_of(scenario, size, index, source, to)[0] for to in range(size)]
+            [messages.shape_of(scenario, size, 0, index, source, to)[0] for to in range(size)]
             for source in range(size)
         ]
         columns = zip(*rows, strict=True)
@@ -340,7 +340,7 @@ def test_each_rank_of_an_uneven_gather_has_more_than_others_in_some_call(size: i
     for seed in range(10):
         scenario = drawn(adapt_scenario(UNEVEN, claims), seed)
         rows = [
-            [messages.shape_of(scenario, size, index, source, 0)[0] for source in range(size)]
+            [messages.shape_of(scenario, size, 0, index, source, 0)[0] for source in range(size)]
             for index in range(len(scenario.params))
         ]
         # In the other calls some ranks have no rows.
@@ -384,7 +384,10 @@ def test_no_two_calls_are_waited_for_in_one_order_by_all(scenario: Scenario) -> 
         for group in (scenario.group_of(rank, world), scenario.twin_group_of(rank, world))
     }
     for step, group in itertools.product(range(len(scenario.steps)), groups):
-        orders = {rank: messages.order_of_waits(scenario, world, rank, step) for rank in group}
+        orders = {
+            rank: messages.order_of_waits(scenario, world, rank, step, range(calls))
+            for rank in group
+        }
         for one, other in itertools.combinations(range(calls), 2):
             first = [order.index(one) < order.index(other) for order in orders.values()]
             assert set(first) == {True, False}

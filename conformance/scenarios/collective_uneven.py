@@ -1,0 +1,85 @@
+"""The calls of tensors, or of parts of a tensor, of different sizes, in the scenario ``UNEVEN``."""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+from conformance.scenarios.collective import OF_UNEVEN_SIZES, TO_ALL
+from conformance.scenarios.collective_training import FIRST_WITHOUT_ROWS
+from conformance.scenarios.model import Scenario
+
+# The most calls that are under way together.
+_TOGETHER = 3
+
+
+def rows_of(scenario: Scenario, size: int, step: int, index: int, source: int, to: int) -> int:
+    """Return the number of rows of a message."""
+    if _has_no_rows(scenario, size, index, source, to):
+        return 0
+    return scenario.params[index].shape[0] + _more_rows(scenario, size, step, index, source, to)
+
+
+def is_asynchronous(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a call has async_op=True; half of the calls have."""
+    if scenario.options[0] not in OF_UNEVEN_SIZES:
+        return False
+    return random.Random(f"{scenario.session_seed}/asynchronous/{step}/{index}").random() < 0.5
+
+
+def runs(scenario: Scenario, step: int, indices: Sequence[int]) -> list[list[int]]:
+    """Return the parameters of a step's calls in their order, in runs.
+
+    A run is one call, or one to three with async_op=True that are under way together.
+    """
+    found: list[list[int]] = []
+    for index in indices:
+        run = found[-1] if found else []
+        of_run = all(is_asynchronous(scenario, step, one) for one in (*run, index))
+        if run and of_run and len(run) < _TOGETHER:
+            run.append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def _more_rows(scenario: Scenario, size: int, step: int, index: int, source: int, to: int) -> int:
+    """Return how many rows a message has beyond those of its parameter.
+
+    They are others in the next step. In every other call each rank still sends, and gets, as many
+    rows in all as in the other steps.
+    """
+    if scenario.options[0] == "all_gather":
+        key = f"{scenario.session_seed}/rows/{index // 2}"
+        more = random.Random(key).sample(range(size), size)[source]
+        # The rank that has the most rows in one call has the fewest in the next, and in the call of
+        # the same parameter in the next step.
+        return 3 * (more if (index + step) % 2 else size - 1 - more)
+    key = f"{scenario.session_seed}/splits/{index}"
+    shift = random.Random(key).sample(range(size), size)[step % size]
+    if index % 2:
+        # A rank sends as many rows in all as it gets. With three ranks, what it sends to a peer has
+        # another number of rows than what it gets from that peer.
+        return 3 * ((to - source + shift) % size)
+    return 2 * ((source + shift) % size) + 3 * ((to + shift) % size)
+
+
+def _has_no_rows(scenario: Scenario, size: int, index: int, source: int, to: int) -> bool:
+    """Whether a message has no rows.
+
+    Some senders, some receivers or some pairs of ranks have none. They are drawn; in the next call
+    the others have none. A message to all ranks is its sender's.
+    """
+    if index < FIRST_WITHOUT_ROWS:
+        return False
+    number, is_next = divmod(index - FIRST_WITHOUT_ROWS, 2)
+    places = range(size)
+    if scenario.options[0] in TO_ALL or number == 0:
+        message: int | tuple[int, int] = source
+        candidates: list[int | tuple[int, int]] = [*places]
+    elif number == 1:
+        message, candidates = to, [*places]
+    else:
+        message, candidates = (source, to), [*itertools.product(places, places)]
+    draw = random.Random(f"{scenario.session_seed}/without rows/{number}")
+    chosen = draw.sample(candidates, draw.randint(1, max(len(candidates) - 1, 1)))
+    return (message in chosen) != bool(is_next)
