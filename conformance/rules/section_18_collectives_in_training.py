@@ -157,9 +157,9 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
     and in the next step. In six calls drawn ranks have no rows: to send, or to receive, or for one
     rank and not for another; in every other one of these calls the others have none.
 
-    About half of the calls have async_op=True, one to three of them at a time, and each rank waits
-    for them in an order of its own. If an error refuses it for these sizes, the certificate names
-    it, and the calls have no async_op.
+    About half of the calls have async_op=True. One to three such calls are under way at a time, and
+    each rank waits for them in an order of its own. If an error refuses async_op=True for these
+    sizes, the certificate names the error, and the calls have no async_op.
     """
     collective = run.scenario.options[0]
     if collective not in OF_UNEVEN_SIZES:
@@ -373,8 +373,8 @@ def mixed(run: Run, claims: Claims, found: Found) -> None:
     """Messages arrive if calls differ in several of these at once: a sum or an average; contiguous
     matrices, matrices in other layouts, weights of convolutions in channels_last and numbers;
     async_op=True or not; under no_grad or not; a wait() in the thread of the call or in another.
-    One to four calls in a drawn order are begun before any of them is waited for, and each rank
-    waits for them in an order of its own.
+    One to four calls in a drawn order are begun before the first wait, and each rank waits for them
+    in an order of its own.
 
     The scale of the values changes from call to call, as in 18.16. In two calls one message has NaN
     or infinities. With the claim feedback there are none, and all calls of an object together lose

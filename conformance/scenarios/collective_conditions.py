@@ -8,7 +8,7 @@ parameter   sums and averages in turn; contiguous matrices, matrices that are tr
             convolutions in channels_last, and numbers
 call        with async_op=True or without; under ``no_grad`` or not; a wait() in another thread
 
-The calls of a step come in a drawn order. One to four are begun before any of them is waited for.
+The calls of a step come in a drawn order. One to four are begun before the first wait.
 """
 
 import random
@@ -37,8 +37,8 @@ _MIXED = replace(
     name="collective_mixed",
     summary="16 to 20 calls of values whose scale changes from call to call, in a drawn mix: sums "
     "and averages, contiguous matrices, others, weights in channels_last and numbers, with "
-    "async_op=True and without, under no_grad and not, a wait() in another thread; one to four are "
-    "begun before any of them is waited for",
+    "async_op=True and without, under no_grad and not, a wait() in another thread; one to four "
+    "calls are begun before the first wait",
     steps=("normal",) * 16,
     world_sizes=(2, 3),
     variant=MIXED,
@@ -69,7 +69,7 @@ def conditions_of(scenario: Scenario, step: int, index: int) -> Conditions:
 def mixed_runs(scenario: Scenario, step: int, indices: Sequence[int]) -> list[list[int]]:
     """Return the parameters of a step's calls in a drawn order, in runs of drawn lengths.
 
-    A run has one to four calls. None of them is waited for before the last one has begun.
+    A run has one to four calls, which are begun before the first wait.
     """
     draw = random.Random(f"{scenario.session_seed}/runs/{step}")
     left = draw.sample(indices, len(indices))

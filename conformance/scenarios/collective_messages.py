@@ -152,8 +152,8 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
 
 
 def runs(scenario: Scenario, step: int) -> list[list[int]]:
-    """Return the parameters of a step's calls in their order, in a list for each run: those that
-    are begun before any of them is waited for.
+    """Return the parameters of a step's calls in their order, in runs. The calls of a run are begun
+    before the first wait.
     """
     if scenario.variant == MIXED:
         return mixed_runs(scenario, step, indices(scenario, step))

@@ -74,11 +74,11 @@ UNEVEN_PARTS = "uneven"
 _UNEVEN = replace(
     ORDERED,
     name="collective_uneven",
-    summary="an all_to_all or an all_gather of tensors of different sizes, or an all_to_all_single "
-    "of such parts; sizes change from step to step, in some calls without a change of what a rank "
-    "sends or gets in all; half of the calls with async_op=True, one to three at a time; each rank "
-    "has the most rows of an all_gather in some call, and fewer than another in the next; in some "
-    "calls drawn ranks have no rows to send, or get none",
+    summary="tensors of different sizes in an all_to_all or an all_gather, such parts in an "
+    "all_to_all_single; sizes change from step to step, in some calls while each rank sends and "
+    "gets as many rows as before; half of the calls have async_op=True, one to three at a time; "
+    "each rank has the most rows of an all_gather in some call, and fewer than another in the "
+    "next; in some calls drawn ranks have no rows to send, or get none",
     steps=("crafted", "normal"),
     world_sizes=(2, 3),
     variant=UNEVEN_PARTS,

@@ -5,7 +5,7 @@ import torch
 
 from conformance.scenarios import collective as scenarios
 from conformance.scenarios.collective_conditions import MIXED_CALLS
-from conformance.scenarios.collective_training import DTYPES, OPERATED
+from conformance.scenarios.collective_training import DTYPES, OPERATED, UNEVEN
 from tests.made_runs import event
 from tests.rules.test_messages_of_collectives import called, text
 from tests.rules.test_more_reasons import reasons
@@ -86,6 +86,18 @@ def test_reasons_name_the_collective() -> None:
     assert "torch's scatter takes tensors of one size" in reasons("18.24", scattered, scatter)
 
 
+def test_reasons_name_refused_uneven_calls() -> None:
+    claims = "collective(all_to_all), rounded(float16)"
+    for refused, is_noted in (("", True), ("ValueError: even sizes alone", False)):
+        uneven = called(UNEVEN, claims, refused=refused)
+        uneven.ranks[0].events += [
+            event("refuses_waiting", 0, index=index, error="even sizes alone") for index in (0, 1)
+        ]
+        noted = reasons("18.24", uneven, claims)
+        note = "async_op=True is refused for uneven sizes: even sizes alone"
+        assert noted.count(note) == is_noted
+
+
 def test_reasons_name_refused_calls() -> None:
     of_dtypes = called(DTYPES, SUM, refused="TypeError: float32 alone")
     assert "it refuses messages of other dtypes than float32" in reasons("18.34", of_dtypes, SUM)
@@ -101,5 +113,8 @@ def test_reasons_name_refused_calls() -> None:
     assert "averages of contiguous matrices are refused: no AVG" in noted
     kinds = "sums of contiguous matrices, averages of contiguous matrices"
     assert f"async_op=True is refused for {kinds}: not yet" in noted
+    mixed.ranks[0].events.append(event("refuses_others", 0, error="busy"))
+    noted = reasons("18.37", mixed, SUM)
+    assert "a call is refused while another one is under way: busy" in noted
     asynchronous = called(scenarios.WAITED, claims, refused="TypeError: no async_op")
     assert "it refuses these calls" in reasons("18.15", asynchronous, claims)

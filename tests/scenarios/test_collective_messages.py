@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import FORMS, SUMMING
+from conformance.scenarios.collective import FORMS, OF_UNEVEN_SIZES, SUMMING
+from conformance.scenarios.collective_conditions import MIXED_CALLS
 from conformance.scenarios.collective_training import (
     FIRST_WITHOUT_ROWS,
     OPERATED,
@@ -44,6 +45,61 @@ def test_some_messages_have_no_rows_and_others_in_the_next_call(name: str) -> No
         )
         # Each rank has nothing to send in some call.
         assert senders == {*range(size)}
+
+
+@pytest.mark.parametrize("name", OF_UNEVEN_SIZES)
+def test_uneven_sizes_change_from_step_to_step(name: str) -> None:
+    """In every other exchange a rank sends and gets as many rows in all as before."""
+    for seed, size in itertools.product(range(20), (2, 3)):
+        scenario = replace(drawn(UNEVEN, seed), options=(name,))
+        places = range(1) if name == "all_gather" else range(size)
+        for index in range(FIRST_WITHOUT_ROWS):
+            rows = [
+                [
+                    [messages.shape_of(scenario, size, step, index, source, to)[0] for to in places]
+                    for source in range(size)
+                ]
+                for step in (0, 1)
+            ]
+            assert rows[0] != rows[1]
+            if index % 2 and name != "all_gather":
+                sums = [
+                    [*map(sum, of_step), *map(sum, zip(*of_step, strict=True))] for of_step in rows
+                ]
+                assert sums[0] == sums[1]
+
+
+def test_up_to_three_uneven_calls_are_under_way_together() -> None:
+    for seed in range(20):
+        scenario = replace(drawn(UNEVEN, seed), options=("all_to_all",))
+        lengths = set()
+        for step in (0, 1):
+            runs = messages.runs(scenario, step)
+            assert [i for run in runs for i in run] == messages.indices(scenario, step)
+            together = [run for run in runs if messages.is_asynchronous(scenario, step, run[0])]
+            assert all(messages.is_asynchronous(scenario, step, i) for run in together for i in run)
+            assert all(len(run) == 1 for run in runs if run not in together)
+            lengths |= {len(run) for run in together}
+        assert lengths <= {1, 2, 3}
+        assert max(lengths) > 1
+    scattered = replace(scenario, options=("scatter",))
+    assert {len(run) for run in messages.runs(scattered, 0)} == {1}
+
+
+def test_mixed_calls_are_begun_in_drawn_orders_and_in_runs() -> None:
+    scenario = replace(drawn(MIXED_CALLS, 0), options=("all_reduce",))
+    runs = [run for step in range(16) for run in messages.runs(scenario, step)]
+    assert {len(run) for run in runs} == {1, 2, 3, 4}
+    for step in range(16):
+        ran = [i for run in messages.runs(scenario, step) for i in run]
+        assert ran != sorted(ran) == messages.indices(scenario, step)
+    asked = [
+        {messages.form_of(scenario, i) for i in run if messages.is_asynchronous(scenario, step, i)}
+        for step in range(16)
+        for run in messages.runs(scenario, step)
+    ]
+    # Sums and averages are under way at once.
+    assert {"", "average"} in asked
 
 
 def test_complex_messages_have_two_parts() -> None:

@@ -113,11 +113,11 @@ class Refusals:
         return other
 
     def _error_of(self, calls: list[CollectiveCall], may_refuse_in_wait: bool = False) -> str:
-        """Return the error with which a new object refuses one of the calls, which are begun before
-        any of them is waited for; '' if it takes them.
+        """Return the error with which a new object refuses one of the calls; '' if it takes them.
 
-        If rank 0 goes first, its answer is that of all ranks. Peers leave the calls out if rank 0
-        has refused the first of them: they would wait for rank 0.
+        All calls are begun before the first wait. If rank 0 goes first, its answer is that of all
+        ranks. Peers leave the calls out if rank 0 has refused the first one: they would wait for
+        rank 0.
 
         Args:
             calls: the calls.

@@ -134,7 +134,7 @@ class CollectiveDriver(RankDriver):
         call.keep()
 
     def _make_run(self, calls: list[CollectiveCall]) -> None:
-        """Make calls before any of them is waited for, as far as the subject takes them so."""
+        """Begin calls, and then wait for them, as far as the subject takes them together."""
         if self.scenario.variant == MIXED:
             calls = [call for call in calls if self._refusals.takes(call)]
             for call in calls:

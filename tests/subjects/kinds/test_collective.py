@@ -21,6 +21,7 @@ from conformance.ranks.drivers import collective
 from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import CALLED, FORMS, PLAIN, WAITED
+from conformance.scenarios.collective_conditions import MIXED_CALLS
 from conformance.scenarios.collective_training import IN_FLIGHT, ON_TWO_GROUPS, UNEVEN
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.gradients import gradient
@@ -374,7 +375,11 @@ def test_float64_beyond_the_range_of_float32() -> None:
     assert high.tolist() == [math.inf, -largest, 1.25e-300, -0.75e-300, 1.875]
 
 
-@pytest.mark.parametrize("scenario", [WAITED, IN_FLIGHT, ON_TWO_GROUPS], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "scenario",
+    [WAITED, IN_FLIGHT, ON_TWO_GROUPS, UNEVEN, MIXED_CALLS],
+    ids=lambda one: one.name,
+)
 def test_no_two_calls_are_waited_for_in_one_order_by_all(scenario: Scenario) -> None:
     calls = len(scenario.params)
     world = scenario.own_size or 3
