@@ -83,6 +83,7 @@ _MODULES = (
     "wrappers_of_written_inputs",
     "wrappers_of_parts",
     "collectives_on_other_paths",
+    "collectives_with_plans",
 )
 
 
