@@ -5,8 +5,9 @@ from functools import partial
 from conformance.judging.oracles.wrapper import require_same_results
 from conformance.judging.oracles.wrapper_parts import (
     require_frozen_buffers,
-    require_kept_modes,
+    require_kept_options,
     require_same_parts,
+    require_statistics_of_batch,
 )
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -19,31 +20,38 @@ parity_rule = partial(rule, reads_all_runs=True, baseline="vanilla", since="2.0"
 
 @parity_rule(
     "19.40",
-    "Parts of a block have modes of their own",
+    "Parts of a block have modes and options of their own",
     on=(PARTS,),
     owns=(PARTS,),
     needs=("19.2", "19.23"),
     source="torch documentation, torch.nn.Module.train: sets the mode of all submodules; detectors "
     "freeze the statistics of batch norm by eval() of each norm, as in torchvision's and mmcv's "
-    "norm_eval",
-    remedy="module.train(mode) around the forward that runs again: it sets the mode of all parts; "
-    "leave modes alone, or keep and restore the mode of each part, for each forward",
+    "norm_eval; torch.nn.BatchNorm1d: momentum and eps, and a momentum of None for an average",
+    remedy="module.train(mode), or child.train(mode), around the forward that runs again: it sets "
+    "the mode of all parts; leave modes and options alone, or keep and restore those of each part "
+    "of module.modules(), for each forward. An option that changes for good is changed in wrapping",
 )
 def parts(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """Norms with running statistics, dropouts and rows of layers inside a block may be in another
-    mode than the block, as after norm.eval(). Outputs and gradients are those without the wrapper,
-    the statistics of a norm in evaluation mode stay as they are, and each part is in the same mode
-    after a step as before it.
+    """Norms with running statistics, dropouts and rows of layers, at any depth inside a block, may
+    be in another mode than the block, as after norm.eval(). Outputs and gradients are those without
+    the wrapper. The statistics of a norm in evaluation mode stay as they are; those of a norm in
+    training mode take in the batch of the step, and no other values. Each part has the mode and the
+    options after a step that it had before it: momentum and eps of norms, the share of dropout.
 
-    For each of six steps the mode of each part is drawn. One norm at least trains, and one does
-    not. The network is in training mode in all steps but one, which is drawn. It is evaluated
-    before some steps, and between forward and backward in others; then the trainer sets all modes
-    again. Three steps have dropout, whose share is drawn. With the claim draws_anew their gradients
-    are not compared.
+    For each of six steps the mode of each block is drawn, and that of each part down to the third
+    row of layers. One norm at least trains, and one does not. One or two of six norms have a
+    momentum of None, and each other one has a momentum of 0.01 to 0.5, which is drawn; eps is
+    10**-6 to 10**-2. The batch may count several times in statistics, as it does if the forward
+    runs again, or half as much as it does without the wrapper: a right momentum for two updates is
+    1 - sqrt(1 - momentum). The network is in training mode in all steps but one, which is drawn. It
+    is evaluated before some steps, and between forward and backward in others; then the trainer
+    sets all modes again. Three steps have dropout, whose share is drawn. With the claim draws_anew
+    their gradients and statistics are not compared.
     """
     require_same_parts(runs, claims, found)
     require_frozen_buffers(runs, found)
-    require_kept_modes(runs, found)
+    require_kept_options(runs, found)
+    require_statistics_of_batch(runs, claims, found)
 
 
 @parity_rule(

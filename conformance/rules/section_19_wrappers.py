@@ -438,13 +438,14 @@ def keeps(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="torch.nn.BatchNorm1d: momentum; torch.utils.checkpoint runs the forward unchanged, so "
     "that running statistics count twice",
     remedy="restore buffers after the forward has run again; or set the momentum of batch norm to "
-    "1 - sqrt(1 - momentum)",
+    "1 - sqrt(1 - momentum), unless it is None",
 )
 def buffers(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """After each step the running statistics of batch norm are those without the wrapper.
 
-    torch's checkpoints run the forward twice and leave buffers to it: momentum counts twice, and
-    evaluation differs. With the claim draws_anew later steps than the first have other parameters.
+    The momentum of each norm is drawn, from 0.01 to 0.5. torch's checkpoints run the forward twice
+    and leave buffers to it: momentum counts twice, and evaluation differs. With the claim
+    draws_anew later steps than the first have other parameters.
     """
     require_same_buffers(runs, found, in_first_step=claims.has("draws_anew"))
 

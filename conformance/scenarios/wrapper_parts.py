@@ -3,28 +3,57 @@
 Networks compute in float64, in one process each: nothing averages gradients. These numbers are
 drawn from the session's seed:
 
-wrapper_parts  for each step the mode of each part, the statistics of norms, the share of dropout,
-               and the moment of an evaluation; the step in which the network itself is in eval mode
+wrapper_parts  the options of each norm; for each step the mode of each block and of each part, the
+               statistics of norms, the share of dropout, and the moment of an evaluation; the step
+               in which the network itself is in eval mode
 wrapper_idle   for each step the branch of each block
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.wrapper import PLAIN
 
 BLOCKS = 3
-NORM = "norm"
-PARTS_OF_BLOCK = (NORM, "dropout", "tail")
-"""The attributes of a block whose modes are drawn: layers, and a row of layers."""
+NORMS = ("norm", "tail.1.0")
+"""The norms of a block, by name: one of its layers, and one two rows of layers below it."""
+WHOLE = ""
+PARTS_OF_BLOCK = (
+    WHOLE,
+    "inner",
+    "norm",
+    "dropout",
+    "tail",
+    "tail.0",
+    "tail.1",
+    "tail.1.0",
+    "tail.1.1",
+    "tail.1.1.0",
+    "tail.1.1.1",
+)
+"""The names of all modules of a block whose modes are drawn, the block itself and parents first."""
+
+
+class NormOptions(NamedTuple):
+    """Options of a norm.
+
+    Attributes:
+        momentum: the share of a batch in the running statistics; None averages all batches.
+        eps: is added to the variance.
+    """
+
+    momentum: float | None
+    eps: float
+
 
 PARTS = replace(
     PLAIN,
     name="wrapper_parts",
-    summary="norms, dropouts and rows of layers inside the blocks have modes of their own, other "
-    "ones in each step; some steps have an evaluation before them, or between forward and "
-    "backward; the last three have no dropout",
+    summary="blocks, and norms, dropouts and rows of layers at any depth inside them, have modes "
+    "of their own, other ones in each step; norms have options of their own; some steps have an "
+    "evaluation before them, or between forward and backward; the last three have no dropout",
     steps=("normal",) * 6,
     world_sizes=(2,),
     variant="training_parts",
@@ -32,6 +61,8 @@ PARTS = replace(
 
 # The moments of an evaluation in a step of ``PARTS``; the empty one stands for none.
 _MOMENTS = ("", "before", "between")
+# The number of the block, and the name of each norm.
+_ALL_NORMS = [(block, norm) for block in range(BLOCKS) for norm in NORMS]
 # The first of the steps without dropout.
 _LAST_STEPS = 3
 
@@ -49,8 +80,8 @@ def network_trains(scenario: Scenario, step: int) -> bool:
 
 
 def modes_of_parts(scenario: Scenario, step: int) -> dict[tuple[int, str], bool]:
-    """Return whether each part trains in a step of ``PARTS``, by the number of its block and by
-    name.
+    """Return whether each block and each part trains in a step of ``PARTS``, by the number of the
+    block and the part's name; parents come before their children.
 
     One norm at least trains, and one does not.
     """
@@ -58,10 +89,27 @@ def modes_of_parts(scenario: Scenario, step: int) -> dict[tuple[int, str], bool]
     modes = {
         (block, part): draw.random() < 0.5 for block in range(BLOCKS) for part in PARTS_OF_BLOCK
     }
-    trains, frozen = draw.sample(range(BLOCKS), 2)
-    modes[trains, NORM] = True
-    modes[frozen, NORM] = False
+    trains, frozen = draw.sample(_ALL_NORMS, 2)
+    modes[trains] = True
+    modes[frozen] = False
     return modes
+
+
+def options_of_norms(scenario: Scenario) -> dict[tuple[int, str], NormOptions]:
+    """Return the options of each norm of ``PARTS``, by the number of its block and its name.
+
+    One or two of the six have a momentum of None, and the others one of 0.01 to 0.5. An ``eps`` is
+    10**-6 to 10**-2.
+    """
+    draw = generator(scenario, "options")
+    averaging = draw.sample(_ALL_NORMS, draw.randint(1, 2))
+    return {
+        norm: NormOptions(
+            momentum=None if norm in averaging else draw.uniform(0.01, 0.5),
+            eps=10 ** draw.uniform(-6, -2),
+        )
+        for norm in _ALL_NORMS
+    }
 
 
 def moment_of_evaluation(scenario: Scenario, step: int) -> str:

@@ -1,5 +1,5 @@
-"""Mutants of rules 19.40 and 19.41: modes of parts that a wrapper changes or takes from elsewhere,
-and gradients of parts that the forward has not used.
+"""Mutants of rules 19.40 and 19.41: modes and options of parts that a wrapper changes or takes from
+elsewhere, statistics that it takes back, and gradients of parts that the forward has not used.
 """
 
 from collections.abc import Callable
@@ -92,6 +92,21 @@ def recomputes_in_the_last_modes(module: Module) -> Module:
     return set_around(read)(module)  # type: ignore[no-any-return]
 
 
+def recomputes_in_modes_of_children(module: Module) -> Module:
+    """Run again in the mode of each child, which train() of a child sets on all of its parts."""
+
+    def read(module: Module) -> Callable[[], None]:
+        modes = {child: child.training for child in module.children()}
+
+        def put() -> None:
+            for child, trains in modes.items():
+                child.train(trains)
+
+        return put
+
+    return set_around(read)(module)  # type: ignore[no-any-return]
+
+
 def restores_one_mode(module: Module) -> Module:
     """Run again in the modes of the forward, and set the mode of the module on all parts then."""
     return set_around(modes_of_parts, restores=False, checkpoint=again)(module)  # type: ignore[no-any-return]
@@ -113,6 +128,69 @@ def uncounts_batches_of_frozen_norms(forward: Forward, *args: Any, **kwargs: Any
         return made
 
     return _within_backward(run, *args, **kwargs)
+
+
+def norms_of(forward: Forward) -> list[torch.nn.modules.batchnorm._BatchNorm]:
+    """Return the batch norms of the module whose forward this is."""
+    module: Module = forward.args[0]  # type: ignore[attr-defined]
+    norm = torch.nn.modules.batchnorm._BatchNorm
+    return [part for part in module.modules() if isinstance(part, norm)]
+
+
+@calls
+def puts_back_the_default_momentum(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Keep statistics in the second forward by a momentum of 0, and put back that of torch."""
+    ran: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not ran:
+            ran.append(True)
+            return forward(*args, **kwargs)
+        for norm in norms_of(forward):
+            norm.momentum = 0.0
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for norm in norms_of(forward):
+                norm.momentum = 0.1
+
+    return again(run, *args, **kwargs)
+
+
+@calls
+def takes_back_both_updates(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Restore after the second forward the statistics that norms had before the first one."""
+    ran: list[bool] = []
+    before = [buffer.clone() for norm in norms_of(forward) for buffer in norm.buffers()]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not ran:
+            ran.append(True)
+            return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            buffers = [buffer for norm in norms_of(forward) for buffer in norm.buffers()]
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+    return again(run, *args, **kwargs)
+
+
+@calls
+def resets_statistics(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Let norms forget their statistics before the second forward, by reset_running_stats()."""
+    ran: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if ran:
+            for norm in norms_of(forward):
+                if norm.training:
+                    norm.reset_running_stats()
+        ran.append(True)
+        return forward(*args, **kwargs)
+
+    return again(run, *args, **kwargs)
 
 
 class _Zeros(Again):
@@ -160,7 +238,11 @@ MUTANTS = [
     Mutant("recomputes_in_one_mode", ("19.40",), "recomputes, reentrant", kind="wrapper"),
     Mutant("recomputes_in_the_last_modes", ("19.40",), "recomputes, reentrant", kind="wrapper"),
     Mutant("uncounts_batches_of_frozen_norms", ("19.40",), "recomputes, reentrant", kind="wrapper"),
+    Mutant("recomputes_in_modes_of_children", ("19.40",), "recomputes, reentrant", kind="wrapper"),
     Mutant("restores_one_mode", ("19.40",), "recomputes", kind="wrapper"),
+    Mutant("puts_back_the_default_momentum", ("19.40",), "recomputes", kind="wrapper"),
+    Mutant("takes_back_both_updates", ("19.40",), "recomputes", kind="wrapper"),
+    Mutant("resets_statistics", ("19.40",), "recomputes", kind="wrapper"),
     Mutant("zeros_for_idle_parameters", ("19.41",), "recomputes, reentrant", kind="wrapper"),
     Mutant("anchors_all_parameters", ("19.41",), "recomputes", kind="wrapper"),
 ]

@@ -1,4 +1,4 @@
-"""Right wrappers in the shapes of those that set modes, or list the parameters of a module."""
+"""Right wrappers in the shapes of those that set modes or options of parts, or list parameters."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tests.careful_checkpoint import careful_checkpoint
-from tests.mutants.parts_of_wrapped_modules import modes_of_parts, set_around
+from tests.mutants.parts_of_wrapped_modules import modes_of_parts, norms_of, set_around
 from tests.mutants.wrappers import Forward, calls
 from tests.right import Right
+from tests.right.wrappers import ByHand, in_its_class
 
 
 def restores_modes(module: torch.nn.Module) -> torch.nn.Module:
@@ -20,6 +21,48 @@ def restores_modes(module: torch.nn.Module) -> torch.nn.Module:
 def restores_modes_within_the_backward(module: torch.nn.Module) -> torch.nn.Module:
     """Do the same in a backward inside the backward."""
     return set_around(modes_of_parts)(module)  # type: ignore[no-any-return]
+
+
+@calls
+def updates_statistics_once(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Keep statistics in the second forward by a momentum of 0, and restore each norm's own."""
+    ran: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not ran:
+            ran.append(True)
+            return forward(*args, **kwargs)
+        before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms_of(forward)]
+        for norm, _, count in before:
+            norm.momentum = 0.0
+            norm.num_batches_tracked = None if count is None else count.clone()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for norm, momentum, count in before:
+                norm.momentum = momentum
+                norm.num_batches_tracked = count
+
+    return careful_checkpoint(run, *args, **kwargs)
+
+
+def halves_momentum(module: torch.nn.Module) -> torch.nn.Module:
+    """Change the momentum of norms for good, so that two updates count like one.
+
+    With a momentum of None two updates already do.
+    """
+    for part in module.modules():
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.momentum is not None:
+            part.momentum = 1 - (1 - part.momentum) ** 0.5
+    return in_its_class(module)
+
+
+def wraps_rows(module: torch.nn.Module) -> torch.nn.Module:
+    """Put each row of layers into a wrapper that recomputes, and leave the rest of the module."""
+    for name, part in module.named_children():
+        if isinstance(part, torch.nn.Sequential):
+            setattr(module, name, ByHand(part))
+    return module
 
 
 class _Lists(torch.autograd.Function):
@@ -87,5 +130,8 @@ def lists_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 RIGHT = [
     Right("restores_modes", "recomputes", kind="wrapper"),
     Right("restores_modes_within_the_backward", "recomputes, reentrant", kind="wrapper"),
+    Right("updates_statistics_once", "recomputes", kind="wrapper"),
+    Right("halves_momentum", "recomputes", kind="wrapper"),
+    Right("wraps_rows", kind="wrapper"),
     Right("lists_parameters", "recomputes, reentrant", kind="wrapper"),
 ]

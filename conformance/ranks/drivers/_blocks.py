@@ -8,7 +8,6 @@ nothing else gives the same bits.
 
 import builtins
 import math
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -367,15 +366,19 @@ class Attributes(Stack):
 
 def network(scenario: Scenario) -> Any:
     """Return the network of a scenario, its weights fixed without any random state."""
-    made = _layers(scenario.variant, generator(scenario, "blocks"))
+    made = _layers(scenario)
     filled(made, 0)
     return made if scenario.variant in ("autocast", "module") else made.double()
 
 
-def _layers(variant: str, numbers: random.Random) -> Stack:
+def _layers(scenario: Scenario) -> Stack:
+    variant = scenario.variant
     if variant == "random":
         of_modules = [Block(f"block {index}", drops=0.25, batch=True) for index in range(3)]
-        return Stack([*of_modules, *drawing_blocks(WIDTH, numbers)])
+        momentum = generator(scenario, "momentum")
+        for block in of_modules:
+            block.norm.momentum = momentum.uniform(0.01, 0.5)
+        return Stack([*of_modules, *drawing_blocks(WIDTH, generator(scenario, "blocks"))])
     if variant == "first":
         return Stack([Block("block")], stem=False)
     if variant == "autocast":

@@ -12,30 +12,50 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.wrapper_parts import (
     BLOCKS,
     BRANCHES,
-    NORM,
+    NORMS,
     WAYS_OF_CHOOSING,
+    WHOLE,
+    NormOptions,
     chosen_branches,
     is_skipped,
     modes_of_parts,
     moment_of_evaluation,
     network_trains,
+    options_of_norms,
     share_in_parts,
 )
 
 Draw = Callable[[Sequence[int]], torch.Tensor]
 
+# The mode of a module, and the options of norms and dropouts.
+_OPTIONS = ("training", "momentum", "eps", "track_running_stats", "p", "inplace")
+
 
 class Parted(nn.Module):
-    """A residual block with parts whose results depend on their mode."""
+    """A residual block with parts whose results depend on their mode.
 
-    def __init__(self, called: str) -> None:
+    Its tail is a row of layers in which the next one lies, and so on.
+
+    Args:
+        called: its name.
+        options: those of its norm, and of the norm in its tail.
+    """
+
+    def __init__(self, called: str, options: Sequence[NormOptions]) -> None:
         super().__init__()
         self.called = called
+        of_norm, of_tail = options
         # Before batch norm the gradient of a bias is zero: its value would be rounding alone.
         self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.norm = nn.BatchNorm1d(2 * WIDTH)
+        self.norm = nn.BatchNorm1d(2 * WIDTH, momentum=of_norm.momentum, eps=of_norm.eps)
         self.dropout = nn.Dropout()
-        self.tail = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.Dropout())
+        self.tail = nn.Sequential(
+            nn.Linear(2 * WIDTH, WIDTH, bias=False),
+            nn.Sequential(
+                nn.BatchNorm1d(WIDTH, momentum=of_tail.momentum, eps=of_tail.eps),
+                nn.Sequential(nn.Dropout(), nn.Linear(WIDTH, WIDTH)),
+            ),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         WATCH.enters(self.called, x.device.type)
@@ -85,9 +105,13 @@ class Skips(nn.Module):
         return x + (inside if skips_head else inside * self.head)
 
 
-def parted_blocks() -> list[nn.Module]:
+def parted_blocks(scenario: Scenario) -> list[nn.Module]:
     """Return the blocks of ``wrapper_parts``."""
-    return [Parted(f"block {index}") for index in range(BLOCKS)]
+    options = options_of_norms(scenario)
+    return [
+        Parted(f"block {index}", [options[index, norm] for norm in NORMS])
+        for index in range(BLOCKS)
+    ]
 
 
 def idle_blocks() -> list[nn.Module]:
@@ -128,36 +152,82 @@ def run_parts(
                 buffer.zero_()
     if moment == "before":
         _evaluate(net, draw)
-    _set_modes(net, inside, driver.scenario, step)
-    before = _modes(modules)
+    parts = _Parts(net, inside, modules)
+    parts.set_modes(driver.scenario, step)
+    parts.keep_buffers(driver, "begins")
+    before = _options(modules)
     x = _input(draw)
     WATCH.phase = "forward"
     output = net(x)
     if moment == "between":
         _evaluate(net, draw)
-        _set_modes(net, inside, driver.scenario, step)
+        parts.set_modes(driver.scenario, step)
     WATCH.phase = "backward"
     output.backward(draw(output.shape).double())
-    driver.recorder.event("parts", before=before, after=_modes(modules))
+    driver.recorder.event("parts", before=before, after=_options(modules))
     driver.keep("output/0", output)
     if x.grad is not None:
         driver.keep("input/0", x.grad)
-    for (block, part), trains in modes_of_parts(driver.scenario, step).items():
-        if part == NORM and not trains:
-            for name, buffer in inside[block].named_buffers():
-                driver.keep(f"buffer/{block}.{name.rpartition('.')[2]}", buffer)
+    parts.keep_buffers(driver, "ends")
 
 
-def _set_modes(net: Any, inside: Sequence[Any], scenario: Scenario, step: int) -> None:
-    """Set the mode of the network, and then those of single parts, as a trainer does."""
-    net.train(network_trains(scenario, step))
-    for (block, part), trains in modes_of_parts(scenario, step).items():
-        # A wrapper may put others in the place of layers.
-        getattr(inside[block], part).train(trains)
+class _Parts:
+    """The parts of a network's blocks as they are now: a wrapper may put others in their place.
+
+    Args:
+        net: the network.
+        inside: its blocks, without the wrapper.
+        modules: all modules of the network as it was before the wrapping, by name.
+    """
+
+    def __init__(self, net: Any, inside: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
+        self._net = net
+        self._inside = inside
+        self._modules = modules
+
+    def set_modes(self, scenario: Scenario, step: int) -> None:
+        """Set the modes of the network, of its blocks, and then of single parts."""
+        self._net.train(network_trains(scenario, step))
+        for (block, name), trains in modes_of_parts(scenario, step).items():
+            if name == WHOLE:
+                self._net.blocks[block].train(trains)
+                continue
+            part = self._now(block, name)
+            if part is self._before(block, name):
+                part.training = trains
+            else:
+                # Its train() sets the mode of the layer that it holds.
+                part.train(trains)
+
+    def keep_buffers(self, driver: RankDriver, moment: str) -> None:
+        """Record the buffers of all norms, at the begin or the end of a step."""
+        for block in range(BLOCKS):
+            for norm in NORMS:
+                for name, buffer in self._now(block, norm).named_buffers():
+                    last = name.rpartition(".")[2]
+                    driver.keep(f"{moment}/{block}/{norm}/{last}", buffer)
+
+    def _before(self, block: int, name: str) -> nn.Module:
+        return self._modules[f"blocks.{block}.{name}"]
+
+    def _now(self, block: int, name: str) -> nn.Module:
+        """Return a part by its attribute, or the one before the wrapping if there is none."""
+        part = self._inside[block]
+        for attribute in name.split("."):
+            part = getattr(part, attribute, None)
+        return part if isinstance(part, nn.Module) else self._before(block, name)
 
 
-def _modes(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
-    return {name: module.training for name, module in modules.items() if name}
+def _options(modules: Mapping[str, nn.Module]) -> dict[str, bool | float | str | None]:
+    """Return the mode and the options of all modules but the network, by name."""
+    found = {}
+    for name, module in modules.items():
+        for option in _OPTIONS:
+            if name and hasattr(module, option):
+                value = getattr(module, option)
+                is_plain = value is None or isinstance(value, (bool, int, float))
+                found[f"{name}.{option}"] = value if is_plain else repr(value)
+    return found
 
 
 def _evaluate(net: Any, draw: Draw) -> None:

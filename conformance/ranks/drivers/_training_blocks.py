@@ -297,7 +297,7 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
     if scenario.variant == "training_long":
         return late_blocks()
     if scenario.variant == PARTS.variant:
-        return parted_blocks()
+        return parted_blocks(scenario)
     if scenario.variant == IDLE.variant:
         return idle_blocks()
     if scenario.variant == "training_graphs":
