@@ -94,14 +94,14 @@ def require_frozen_buffers(runs: Runs, found: Found) -> None:
             )
 
 
-def require_statistics_of_batch(runs: Runs, claims: Claims, found: Found) -> None:
+def require_statistics_of_batch(runs: Runs, found: Found) -> None:
     """Require that running statistics of norms in training mode have taken in those of the batch,
-    once or several times, and no others.
+    once or several times, and no others, in the steps without dropout.
 
-    With the claim ``draws_anew`` this holds for the steps without dropout.
+    With dropout another forward may draw other masks, whose statistics are as good.
     """
     for norm in _norms(runs, trains=True):
-        if claims.has("draws_anew") and share_in_parts(norm.scenario, norm.step):
+        if share_in_parts(norm.scenario, norm.step):
             continue
         before = norm.buffers(norm.plain, "begins")
         for name, once in norm.buffers(norm.plain, "ends").items():
