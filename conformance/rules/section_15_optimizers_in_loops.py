@@ -104,16 +104,17 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     zeros in some rows, a factor of each element, values that are added.
 
     Parameters are of float32; and of bfloat16 and of float16, with gradients that are changed. The
-    steps, the changes, and the parameters of each backward, are drawn from the session's seed. Of a
-    backward that is dropped, one parameter has no gradient in the step that follows, and stays as
-    it is. An error on every rank may refuse several backwards, dropped gradients, or half
-    precision. If an optimizer has synchronize() and skip_synchronize(), as Horovod's, the first is
-    called before gradients are scaled, and the step is within the second. Of some backwards that
-    are dropped, synchronize() has averaged the gradients, if an optimizer has it, and
-    skip_synchronize() may have been entered without a step: the gradients of the next batch are
-    averaged too, by its synchronize() or by step(). So are those of one more backward that comes
-    after synchronize(), and adds to the averaged gradients in place, by another synchronize(), or
-    by step() outside of skip_synchronize(), as Horovod does; an error on every rank may refuse it.
+    steps, the changes, and the parameters of each backward, are drawn from the session's seed; in
+    one run gradients arrive in drawn orders, as in 15.21. Of a backward that is dropped, one
+    parameter has no gradient in the step that follows, and stays as it is. An error on every rank
+    may refuse several backwards, dropped gradients, or half precision. If an optimizer has
+    synchronize() and skip_synchronize(), as Horovod's, the first is called before gradients are
+    scaled, and the step is within the second. Of some backwards that are dropped, synchronize() has
+    averaged the gradients, if an optimizer has it, and skip_synchronize() may have been entered
+    without a step: the gradients of the next batch are averaged too, by its synchronize() or by
+    step(). So are those of one more backward that comes after synchronize(), and adds to the
+    averaged gradients in place, by another synchronize(), or by step() outside of
+    skip_synchronize(), as Horovod does; an error on every rank may refuse it.
 
     Gradients that no backward has accumulated count as others do: each rank writes its own to
     p.grad, for some parameters or for all, in place, in p.grad.data or as another tensor, and

@@ -73,13 +73,19 @@ LIMIT = (
     needs=BASIC,
     since="1.2",
     source="Horovod's DistributedOptimizer averages gradients; torch's ZeroRedundancyOptimizer and "
-    "PostLocalSGDOptimizer leave that to DDP",
-    remedy="the claim averages; or an average of gradients of which some are left out",
+    "PostLocalSGDOptimizer leave that to DDP; DeepSpeed #2343, gradients that arrive in another "
+    "order on each rank",
+    remedy="the claim averages; or an average of gradients of which some are left out; collectives "
+    "in the order in which gradients arrive: ranks need a fixed one, as that of param_groups",
 )
 def who_averages(run: Run, claims: Claims, found: Found) -> None:
     """Given gradients of each rank's own, a subject that claims ``averages`` steps with their mean.
     Without the claim, and without an averager, every element is stepped with the gradient of one
     rank.
+
+    The order in which the gradients of a backward arrive is drawn from the session's seed for each
+    step. In half of the steps parameters of as many elements change places from one rank to the
+    next.
 
     The certificate of a subject without the claim covers gradients that are averaged already.
     """

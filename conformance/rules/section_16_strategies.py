@@ -46,6 +46,7 @@ from conformance.subjects.claims import Claims
 from conformance.subjects.kinds.strategy import CLAIM
 
 COMPOSER = "MosaicML Composer, composer.distributed.ddp_sync_context"
+ORDER = "DeepSpeed #2343, gradients that arrive in another order on each rank"
 TORCH = "torch documentation, DistributedDataParallel.no_sync"
 
 
@@ -55,9 +56,10 @@ TORCH = "torch documentation, DistributedDataParallel.no_sync"
     on=(PLAIN,),
     owns=(PLAIN,),
     certifies_machine=True,
-    source=f"{TORCH}; {COMPOSER}",
+    source=f"{TORCH}; {COMPOSER}; {ORDER}",
     remedy="whether the last micro-batch synchronises at all; the divisor: the sum over W ranks is "
-    "divided by W once",
+    "divided by W once; collectives in the order in which gradients arrive: ranks need a fixed "
+    "one, as the model's; the gradient that comes last, which need not be the first parameter's",
 )
 def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
     """After a step of one micro-batch every gradient is the mean over the ranks. Under ``counts`` a
@@ -65,6 +67,10 @@ def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
 
     On these values every right way to compute the mean gives the same bits. An optimizer that the
     strategy gets has a learning rate of 0 here: gradients are judged, and parameters stay.
+
+    The order in which the gradients of a backward arrive is drawn from the session's seed for each
+    step, here and in 16.2. In half of the steps, as the losses of several tasks may come in another
+    order, parameters of as many elements change places from one rank to the next.
     """
     require_means(run, found)
 
@@ -79,7 +85,7 @@ def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TORCH}; pytorch's test_accumulate_gradients_no_sync; {COMPOSER}",
     remedy="no_sync() around forward and backward of all micro-batches but the last, or an average "
     "of all that has accumulated; gradients that are set aside when a context begins: the trainer "
-    "may clear them within it",
+    "may clear them within it; collectives in the order in which gradients arrive",
 )
 def accumulates(run: Run, claims: Claims, found: Found) -> None:
     """After a step of 1, 2 or 4 micro-batches every gradient is the sum over micro-batches of the

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any
 
 from conformance.scenarios import optimizer_wide_gradients
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import PLAIN, START, UNUSED
 from conformance.scenarios.optimizer_wide_gradients import WIDE
 from conformance.scenarios.resting_parameter import RESTING
@@ -35,7 +35,9 @@ ACCUMULATED = replace(
     name="optimizer_accumulated",
     summary="some steps come after two or three backwards, whose gradients add up; each has "
     "gradients of other parameters; before most steps p.grad is changed, in place, in .data or by "
-    "another tensor: it is scaled, has rows of zeros, is scaled by elements, or gets a sum",
+    "another tensor: it is scaled, has rows of zeros, is scaled by elements, or gets a sum; "
+    "gradients arrive in drawn orders, as in `optimizer_own`",
+    params=(*PLAIN.params, Param((7,)), Param((5, 3))),
     steps=("crafted",) * 14,
     world_sizes=(2,),
     variant="accumulated",
@@ -63,6 +65,7 @@ DISCARDED = replace(
     summary="before most steps zero_grad() of the optimizer or the model, or p.grad = None, drops "
     "the gradients of a backward, some after synchronize() has averaged these; then one parameter "
     "has no gradient",
+    params=PLAIN.params,
     steps=("crafted",) * 12,
     variant="discarded",
 )
@@ -73,6 +76,7 @@ ASSIGNED = replace(
     summary="in most steps no backward accumulates the gradients of some parameters, or of all: "
     "each rank writes its own to p.grad, in place, in .data or as another tensor; some of them "
     "come from torch.autograd.grad",
+    params=PLAIN.params,
     steps=("crafted",) * 12,
     variant="assigned",
     observe=replace(ACCUMULATED.observe, bytes_sent=True),
@@ -84,6 +88,7 @@ EARLY = replace(
     summary="synchronize() averages gradients, if the optimizer has it; one more backward adds to "
     "some, and in some steps brings the first gradients of other parameters; step() averages all, "
     "or synchronize() does so again, as drawn",
+    params=PLAIN.params,
     steps=("crafted",) * 6,
     variant="synchronized_early",
 )

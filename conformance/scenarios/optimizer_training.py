@@ -54,7 +54,9 @@ from conformance.scenarios.seeds import generator, shared_generator
 OWN = replace(
     PLAIN,
     name="optimizer_own",
-    summary="every rank has gradients of its own, and nothing of the kit averages them",
+    summary="every rank has gradients of its own, and nothing of the kit averages them; those of a "
+    "backward arrive in a drawn order, and in some steps in another one on each rank",
+    params=(*_PARAMS, Param((7,)), Param((5, 3))),
     steps=("crafted",) * 6,
     world_sizes=(2, 3),
     variant="own",

@@ -25,7 +25,8 @@ _PARAMS = (
 
 PLAIN = Scenario(
     name="strategy",
-    summary="steps of one micro-batch",
+    summary="steps of one micro-batch; gradients arrive in a drawn order, and in some steps in "
+    "another one on each rank",
     params=_PARAMS,
     steps=("crafted",) * 3,
     ddp=DDPOptions(bucket_cap_mb=_CAP),
@@ -38,7 +39,7 @@ ACCUMULATED = replace(
     PLAIN,
     name="strategy_accumulated",
     summary="steps of 2, 4, 1 and 2 micro-batches; in every other step gradients are cleared "
-    "within the first context",
+    "within the first context; they arrive in drawn orders, as in `strategy`",
     steps=("crafted",) * 4,
     variant="accumulated",
 )

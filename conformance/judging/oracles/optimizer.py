@@ -41,6 +41,7 @@ from conformance.judging.oracles.optimizer_gradients import (
     fed_gradient,
     gradient_error,
     gradient_of_step,
+    mean_as_arrived,
     takes_averager,
     unchanged_gradient,
 )
@@ -55,6 +56,7 @@ from conformance.scenarios.optimizer_clearing import Clearing, clearing_before
 from conformance.scenarios.optimizer_gradients import first_kind, freezes_late
 from conformance.scenarios.optimizer_pairs import pair_of
 from conformance.scenarios.optimizer_training import (
+    OWN,
     averages_gradients,
     is_exact,
     plan_of,
@@ -90,6 +92,7 @@ MAX_EXPLAINED = 50
 # A mistake with groups that leave out options, and the options of SGD that they get then.
 _LEFT_OUT = "the options of the construction have not reached its group, which leaves some out"
 _OF_CLASS = {"lr": 1e-3}
+_MIXED_UP = "gradients were averaged in the order in which they arrived, which differs by rank"
 
 Steps = Mapping[tuple[int, int], OptimizerStep]
 # A known mistake: the parameter that it leaves on a rank, from that rank's right step.
@@ -421,6 +424,13 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
             return right.stepped[index] + rate * (gradient(rank) - own)
 
         mistakes["it was stepped with the rank's own gradient"] = step_alone
+    if averages_gradients(run.scenario) and run.scenario.variant == OWN.variant:
+
+        def step_mixed_up(right: OptimizerStep, rank: int) -> torch.Tensor:
+            mean = mean_as_arrived(run, rank, step, index)
+            return right.stepped[index] + rate * (gradient(rank) - mean)
+
+        mistakes[_MIXED_UP] = step_mixed_up
     mistakes["it was stepped twice"] = step_twice
     for earlier in (options["lr"], *plan.rates[:step]):
         if earlier is not None and earlier != rate:

@@ -15,6 +15,7 @@ import torch
 from conformance.judging.oracles.averager_records import group_at
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.records.run import Run, fed
+from conformance.scenarios.arrival import arrival_order
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model import Scenario
@@ -157,6 +158,20 @@ def fed_gradient(
     rank = group[special_source(run.scenario, step, place, size)]
     factor, shift = factor_and_shift(run.scenario, step, index, place, size)
     return factor * _fed(run, size, rank, step, index) + shift
+
+
+def mean_as_arrived(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the mean of a rank's gradient, if it was the k-th to arrive there, and the k-th of the
+    other ranks; parameters that change places have as many elements.
+    """
+    group = run.group(rank)
+    indices = range(len(run.scenario.params))
+    orders = [arrival_order(run.scenario, step, other) or indices for other in group]
+    number = orders[group.index(rank)].index(index)
+    values = [
+        fed_gradient(run, group, place, step, order[number]) for place, order in enumerate(orders)
+    ]
+    return torch.stack(values).mean(0)
 
 
 def _fed(run: Run, size: int, source: int, step: int, index: int) -> torch.Tensor:

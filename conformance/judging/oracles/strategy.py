@@ -43,6 +43,7 @@ from conformance.judging.oracles.averager_records import same
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Failure, Found
 from conformance.records.run import Run, fed
+from conformance.scenarios.arrival import arrival_order
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.strategy import NO_DDP
@@ -385,11 +386,16 @@ def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str
 def _mixed_up(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
     """Return the mean of this gradient, the k-th of its rank, and the k-th of the other ranks.
 
+    They are in the order in which they arrive if the scenario has one, and else in the model's.
     Return None if a rank has no k-th gradient, or one of another size.
     """
     indices = range(len(run.scenario.params))
     used = {
-        other: [i for i in indices if _has_used(run, other, step, i)]
+        other: [
+            i
+            for i in arrival_order(run.scenario, step, other) or indices
+            if _has_used(run, other, step, i)
+        ]
         for other in averaged_ranks(run, rank)
     }
     if index not in used[rank]:

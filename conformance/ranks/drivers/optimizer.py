@@ -36,6 +36,7 @@ from conformance.ranks.drivers._optimizer_writes import (
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
+from conformance.scenarios.arrival import arrival_order
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.closure_losses import loss_of
@@ -294,6 +295,7 @@ class OptimizerDriver(RankDriver):
             return
         if averages_gradients(self.scenario):
             # The subject may average in hooks of the backward.
+            self.model.arrival = arrival_order(self.scenario, number, self.rank)
             run_backwards(self, number, grads)
             return
         for parameter, grad in zip(self.params, grads, strict=True):

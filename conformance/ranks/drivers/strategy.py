@@ -41,6 +41,7 @@ from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.ranks.models.reused_places import made_in_place
 from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
+from conformance.scenarios.arrival import arrival_order
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
@@ -308,6 +309,7 @@ class StrategyDriver(RankDriver):
     def _step(self, step: int) -> None:
         """Train one step: its micro-batches, or those until one fails."""
         number = batches(self.scenario, step)
+        self.probe.arrival = arrival_order(self.scenario, step, self.rank)
         if swap := swap_of(self.scenario):
             self._swap(swap, step)
         if step in puts_own_steps(self.scenario):

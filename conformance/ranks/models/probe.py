@@ -7,6 +7,7 @@ forward do not matter.
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,11 +59,14 @@ class Probe(nn.Module):
 
     Attributes:
         memory: where gradients lie from the next forward on; None leaves that to torch's allocator.
+        arrival: the parameters in the order in which gradients arrive from the next forward on;
+            None for the last one first.
     """
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__()
         self.memory: ReusedMemory | None = None
+        self.arrival: Sequence[int] | None = None
         self.params = params
         made = parameters_apart(sum(spec.version_of < 0 for spec in params), rank)
         # A later version of a parameter is not there yet.
@@ -116,8 +120,10 @@ class Probe(nn.Module):
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         """Return a loss with these gradients; a parameter with None takes no part in it."""
         losses = []
-        scripted = zip(self.params, self.tensors, grads, strict=True)
-        for index, (spec, parameter, grad) in enumerate(scripted):
+        scripted = list(zip(self.params, self.tensors, grads, strict=True))
+        # A backward begins with the nodes that were made last.
+        for index in range(len(scripted)) if self.arrival is None else reversed(self.arrival):
+            spec, parameter, grad = scripted[index]
             if grad is None or parameter is None:
                 continue
             if parameter.requires_grad and not spec.frozen:
