@@ -1,12 +1,14 @@
 """Section 15, continued: what training does between the steps of an optimizer wrapper."""
 
 from conformance.judging.oracles.optimizer import require_right
+from conformance.judging.oracles.optimizer_clipping import require_clipped_steps
 from conformance.judging.oracles.optimizer_gradients import takes_averager
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_backwards import ALL as BACKWARDS
 from conformance.scenarios.optimizer_backwards import ASSIGNED, EARLY
+from conformance.scenarios.optimizer_clipping import CLIPPED
 from conformance.scenarios.optimizer_loops import (
     RENEWED,
     WRITTEN,
@@ -29,6 +31,7 @@ NO_GRADIENT_DTYPES = (
     "gradients of another dtype than their parameters are not judged: this torch has no "
     "torch.Tensor.grad_dtype"
 )
+NO_CLIPPING = "it has no clip_grad_norm() or clip_grad_norm_() that takes a norm alone"
 IN_BACKWARD = (
     "gradients that no backward has accumulated are not judged: it averages or changes gradients "
     "before step()"
@@ -138,3 +141,37 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
         found.leaves_out(IN_BACKWARD)
         return
     require_right(run, found)
+
+
+@rule(
+    "15.46",
+    "Clips by the norm of all gradients",
+    on=(CLIPPED,),
+    owns=(CLIPPED,),
+    may_refuse=True,
+    needs=("15.1", "15.5", "15.9"),
+    unless="averages",
+    since="2.0",
+    source="Hugging Face's Trainer, Lightning and fairseq, which call clip_grad_norm() of an "
+    "optimizer that has it; torch.nn.utils.clip_grad_norm_; fairscale #167, norms of shares that "
+    "were combined wrongly",
+    remedy="the norm of this rank's share alone: add up the squares of all shares, and take the "
+    "root once; norms that are added; the norm of one group; a factor that stays for later steps",
+)
+def clips(run: Run, claims: Claims, found: Found) -> None:
+    """If an optimizer has clip_grad_norm(max_norm), or clip_grad_norm_(max_norm), the next step is
+    that with gradients that are multiplied by min(1, max_norm / norm), for the norm of all
+    gradients of all parameters, on every rank. If a number is returned, it is that norm, or the
+    norm after clipping.
+
+    It is called before two thirds of the steps. In half of these max_norm is 0.1 to 0.9 of the
+    norm, in the others 1.2 to 4 of it. Gradients are equal on all ranks; with an averager they are
+    each rank's own, and so is the norm. In half of the steps one parameter has no gradient. The
+    numbers are drawn from the session's seed, and so are the sizes of gradients; each parameter
+    has a share in the norm. A method that requires more arguments is not judged; an error on every
+    rank may refuse the call.
+    """
+    if any(rank.first("clips_not") for rank in run.ranks):
+        found.does_not_apply(NO_CLIPPING)
+        return
+    require_clipped_steps(run, found)

@@ -11,6 +11,7 @@ from conformance.scenarios.gradients import uses
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import UNUSED
 from conformance.scenarios.optimizer_backwards import is_in_half, is_left_out
+from conformance.scenarios.optimizer_clipping import CLIPPED, lacks_gradient
 from conformance.scenarios.optimizer_loops import RESET, trained_late
 from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_rests import rests, rests_at
@@ -25,9 +26,9 @@ def first_kind(scenario: Scenario) -> str:
     """Return the kind of the first values of parameters.
 
     They are zeros if dtypes differ, so that steps are exact in all of them, or if steps are
-    repeated or accumulated in half precision, so that small differences show.
+    clipped, or repeated or accumulated in half precision, so that small differences show.
     """
-    is_zero = scenario.variant in ("dtypes", "special")
+    is_zero = scenario.variant in ("dtypes", "special", CLIPPED.variant)
     is_half = is_repeated(scenario) or is_in_half(scenario)
     return "zero_all" if is_zero or is_half else "crafted"
 
@@ -81,6 +82,8 @@ def _lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
     """Whether no rank has a gradient for a parameter at a step, although it requires one."""
     if rests(scenario):
         return rests_at(scenario, step, index, frozen=False)
+    if lacks_gradient(scenario, step, index):
+        return True
     if scenario.variant != SCALED.variant:
         return is_left_out(scenario, step, index)
     scaling = plan_of(scenario).scaling

@@ -15,6 +15,7 @@ from conformance.scenarios.interrupts import ERROR, drawn_interrupts
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, GROUPS, PLAIN, SAVED, Setting, setting
 from conformance.scenarios.optimizer_backwards import ACCUMULATED_BFLOAT16, setting_in_half
+from conformance.scenarios.optimizer_clipping import CLIPPED, setting_of_clipped
 from conformance.scenarios.optimizer_groups import (
     OF_ADAM,
     OF_SGD,
@@ -215,7 +216,7 @@ _RANDOM = (
     RESTORED_OPTIONS.variant,
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
     *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
-    *(ACCUMULATED_BFLOAT16.variant, WIDE.variant),
+    *(ACCUMULATED_BFLOAT16.variant, WIDE.variant, CLIPPED.variant),
 )
 
 
@@ -318,6 +319,8 @@ def _plan_of(scenario: Scenario) -> Setting:
             return Setting(options=setting_in_half(scenario))
         case WIDE.variant:
             return setting_of_wide(scenario)
+        case CLIPPED.variant:
+            return setting_of_clipped(scenario)
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":

@@ -426,6 +426,28 @@ class BySlices:
         self.inner.load_state_dict(state)
 
 
+class ClipsSlices(BySlices):
+    """The same, which clips gradients by the norm of all slices.
+
+    Each rank adds up the squares of its own slices.
+    """
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        if norm_type != 2:
+            raise ValueError("expected the norm of type 2")
+        every = [whole for wholes in self.wholes for whole in wholes]
+        grads = [whole.grad for whole in every if whole.grad is not None]
+        squares = torch.stack([self._slice(grad).square().sum() for grad in grads]).sum()
+        norm = self.norm_of_all(squares)
+        for grad in grads:
+            grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def norm_of_all(self, squares: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+
 def every_rank_for_itself(params: Any, optimizer_class: Any, **defaults: Any) -> Any:
     """Return an unsharded optimizer: all ranks step all parameters alike."""
     return optimizer_class(params, **defaults)
@@ -455,7 +477,14 @@ def without_momentum(params: Any, lr: float) -> Any:
 RIGHT = [
     *(
         Right(name, kind="optimizer")
-        for name in ("by_hooks", "Delegates", "LeavesZeros", "ListsGroups", "BySlices")
+        for name in (
+            "by_hooks",
+            "Delegates",
+            "LeavesZeros",
+            "ListsGroups",
+            "BySlices",
+            "ClipsSlices",
+        )
     ),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),

@@ -18,6 +18,7 @@ from conformance.ranks.drivers._optimizer_clearing import (
     clear_before,
     zero_gradients,
 )
+from conformance.ranks.drivers._optimizer_clips import clip_by_norm
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
 from conformance.ranks.drivers._optimizer_pairs import leave_gradients
@@ -224,6 +225,7 @@ class OptimizerDriver(RankDriver):
         else:
             leave_gradients(self, number)
             freeze_late(self.scenario, self.params, number)
+            clip_by_norm(self, number)
             with self.inside("step"), without_average(self, number):
                 self.optimizer.step()
 

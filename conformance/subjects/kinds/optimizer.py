@@ -50,6 +50,7 @@ from conformance.scenarios.optimizer import (
     ZEROED,
 )
 from conformance.scenarios.optimizer_backwards import ALL as OF_BACKWARDS
+from conformance.scenarios.optimizer_clipping import CLIPPED
 from conformance.scenarios.optimizer_loops import ALL as OF_LOOPS
 from conformance.scenarios.optimizer_repeats import ALL as REPEATED
 from conformance.scenarios.optimizer_rests import ALL as OF_RESTS
@@ -136,6 +137,7 @@ OPTIMIZER = Kind(
         *OF_STATES,
         *OF_LOOPS,
         *OF_BACKWARDS,
+        CLIPPED,
         *REPEATED,
         *OF_RESTS,
         *FAILING,
