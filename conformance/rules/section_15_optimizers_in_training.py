@@ -403,7 +403,8 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
     "and Singer, JMLR 12, 2011; torch documentation, torch.optim.AdamW and Adagrad",
     remedy="code for the state or the options of SGD and Adam alone, as for entries that are "
     "tensors; a decay that is added to the gradient; a class that is replaced by a known one; "
-    "step() called twice",
+    "step() called twice; entries of groups that are written to the optimizer inside before each "
+    "step, and never taken back",
 )
 def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     """A wrapper around another optimizer than SGD and Adam steps as that optimizer does, and
@@ -412,8 +413,9 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     AdamW decays parameters apart from gradients; one of its two groups has amsgrad. Adagrad has its
     state from the start, and a rate that falls with its own count of steps. Their options are
     drawn, and rewritten before every other step. The state of the user's own optimizer is an
-    integer, and tensors in a dict and a list; it is saved and restored in the same process at drawn
-    steps.
+    integer, and tensors in a dict and a list. It also counts its steps in each parameter group, as
+    schedule-free optimizers and Prodigy keep their numbers there. It is saved and restored in the
+    same process at drawn steps.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)

@@ -76,7 +76,8 @@ USERS = replace(
     RELOADED,
     name="optimizer_users",
     summary="an optimizer of the user's own, whose state is an integer, and tensors in a dict and "
-    "a list; before a drawn step everything is restored to an earlier step",
+    "a list, and which counts in its groups; before a drawn step everything is restored to an "
+    "earlier step",
     steps=("crafted",) * 9,
     variant="users",
 )

@@ -11,7 +11,8 @@ import torch
 
 from tests.mutants import Mutant
 from tests.mutants.joins import Right
-from tests.mutants.optimizer_wrappers import PostLocal, Sharded
+from tests.mutants.optimizer_wrappers import Groups, PostLocal, Sharded
+from tests.mutants.optimizers_in_training import Averaging
 from tests.mutants.strategies import _average, _then
 
 Context = AbstractContextManager[None]
@@ -128,6 +129,41 @@ class AdamForAll(Sharded):
         super().__init__(params, optimizer_class, process_group, **defaults)
 
 
+class NeverTakesBack(Sharded):
+    """Write all entries of groups before each step, and take none back: counts stand still."""
+
+    def take_back(self, given: Groups) -> None:
+        pass
+
+
+class HandsDown(Averaging):
+    """Hand down all entries of groups of its own before each step, and take none back."""
+
+    def share(self) -> None:
+        self.param_groups = [dict(group) for group in self.optim.param_groups]
+        self.state = self.optim.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            inner.update(group)
+        return super().step(closure)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        if hasattr(self, "optim"):
+            self.optim.add_param_group(dict(self.param_groups[-1]))
+
+
+class LoadsOptionsAlone(PostLocal):
+    """Load the options of the construction, and leave other numbers of the groups as they are."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kept = [group["turns"] for group in self.param_groups if "turns" in group]
+        super().load_state_dict(state)
+        for group, turns in zip(self.param_groups, kept, strict=False):
+            group["turns"] = turns
+
+
 # ---- Micro-batches
 
 
@@ -226,6 +262,11 @@ MUTANTS = [
         Mutant(name, ("15.36",), kind="optimizer")
         for name in ("CoupledDecay", "FrozenDecay", "FreshState", "AdamForAll")
     ),
+    *(
+        Mutant(name, ("15.36",), kind="optimizer")
+        for name in ("NeverTakesBack", "LoadsOptionsAlone")
+    ),
+    Mutant("HandsDown", ("15.36",), "averages", kind="optimizer"),
     *(
         Mutant(name, ("16.34",), kind="strategy")
         for name in ("counts_to_sixteen", "averages_every_seventh", "leaves_out_the_fifth")

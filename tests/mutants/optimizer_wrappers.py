@@ -203,13 +203,23 @@ class Sharded(Joinable):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         Join.notify_join_context(self)
         self.write_options()
+        given = [dict(mine) for mine in self.local.param_groups]
         loss = self.local.step(closure)
+        self.take_back(given)
         self.send()
         return loss
 
     def write_options(self) -> None:
         for mine, group in zip(self.local.param_groups, self.param_groups, strict=True):
             mine.update({name: value for name, value in group.items() if name != "params"})
+
+    def take_back(self, given: Groups) -> None:
+        """Take entries of groups that the step has changed, such as counts."""
+        for mine, before, group in zip(
+            self.local.param_groups, given, self.param_groups, strict=False
+        ):
+            changed = [name for name in mine if mine[name] is not before[name]]
+            group.update({name: mine[name] for name in changed})
 
     def send(self) -> None:
         for group in self.param_groups:

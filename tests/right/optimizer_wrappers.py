@@ -151,6 +151,30 @@ class MultipliesGradients(AveragesGradients):
         return grad * (1 / dist.get_world_size(self.group))
 
 
+class HasGroupsOfItsOwn(AveragesGradients):
+    """The same with groups of its own, whose entries go to the optimizer inside before each step,
+    and come back after it.
+    """
+
+    def _share(self) -> None:
+        self.param_groups = [dict(group) for group in self.optim.param_groups]
+        self.state = self.optim.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "optim"):
+            self.optim.add_param_group(dict(self.param_groups[-1]))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        pairs = list(zip(self.param_groups, self.optim.param_groups, strict=True))
+        for mine, inner in pairs:
+            inner.update(mine)
+        loss = super().step(closure)
+        for mine, inner in pairs:
+            mine.update(inner)
+        return loss
+
+
 class KeepsInBuffers(AveragesGradients):
     """Hooks of the backward keep each gradient in a buffer, and let ``p.grad`` be that buffer.
 
@@ -488,6 +512,7 @@ RIGHT = [
     ),
     Right("AveragesGradients", "averages", kind="optimizer"),
     Right("MultipliesGradients", "averages", kind="optimizer"),
+    Right("HasGroupsOfItsOwn", "averages", kind="optimizer"),
     Right("KeepsInBuffers", "averages", kind="optimizer"),
     Right("Synchronizes", "averages", kind="optimizer"),
     Right("OneBackward", "averages", kind="optimizer"),

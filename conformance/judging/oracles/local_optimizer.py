@@ -273,8 +273,8 @@ class LocalOptimizer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the update before the learning rate, which is exact."""
         self.momenta[index] = self.momenta[index] + grad
-        share = self.counts[index] % 5 * options["share"]
-        update = self.momenta[index] + share * self.previous[index]
+        turns = self.counts[index] % 5 * self.previous[index] + options["turns"] % 5 * grad
+        update = self.momenta[index] + options["share"] * turns
         self.previous[index] = grad
         return update, error
 

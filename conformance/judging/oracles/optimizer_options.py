@@ -8,7 +8,7 @@ from conformance.scenarios.optimizer import Setting
 
 
 class Options:
-    """The options of all parameters.
+    """The options of all parameters, and each group's own count of its steps.
 
     Args:
         plan: the groups, and what is written to them.
@@ -23,12 +23,14 @@ class Options:
         self._of_groups = [{**of_all, **options} for _, options in plan.groups]
 
     def begin_step(self, step: int) -> None:
-        """Write the options of a step."""
+        """Write the options of a step, and count it."""
         rate = self._plan.rates[step] if self._plan.rates else None
         if rate is not None:
             self._of_all["lr"] = rate
         for group, written in self._plan.changes.get(step, {}).items():
             self._of_groups[group].update(written)
+        for options in self._of_groups[: self._plan.groups_at(step)]:
+            options["turns"] = options.get("turns", 0) + 1
 
     def saved(self) -> Any:
         """Return the options, for :meth:`restore`."""

@@ -7,14 +7,17 @@ import torch
 
 
 class UserOptimizer(torch.optim.Optimizer):
-    """Steps with the sum of all gradients, and with a multiple of the previous gradient.
+    """Steps with the sum of all gradients, and with multiples of the last two gradients.
 
-    With g a parameter's gradient, s the sum of its gradients and p the previous one, step t is
+    With g a parameter's gradient, s the sum of its gradients and p the previous one, t the number
+    of the parameter's steps and u that of its group's, a step is
 
-        s <- s + g;  x <- x - lr (s + (t mod 5) share p);  p <- g
+        s <- s + g;  x <- x - lr (s + share ((t mod 5) p + (u mod 5) g));  p <- g
 
     None of torch's optimizers has a state like this one: it has no tensor but in a dict and a list
-    inside, and its count is an integer. All results are exact if the options are powers of two.
+    inside, and its counts are integers. A group's own count is an entry of the group, as the
+    numbers of schedule-free optimizers and of Prodigy are; it counts a step whether or not
+    parameters have gradients. All results are exact if the options are powers of two.
 
     Args:
         params: parameters, or groups of them.
@@ -26,7 +29,7 @@ class UserOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Any, lr: float = 0.125, share: float = 0.5, **implementation: Any
     ) -> None:
-        super().__init__(params, {"lr": lr, "share": share})
+        super().__init__(params, {"lr": lr, "share": share, "turns": 0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -36,6 +39,7 @@ class UserOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            group["turns"] += 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, parameter.grad, group)
@@ -51,6 +55,6 @@ class UserOptimizer(torch.optim.Optimizer):
         state["turns"] += 1
         total = state["memory"]["sum"].add_(grad)
         (previous,) = state["recent"]
-        share = state["turns"] % 5 * options["share"]
-        parameter.sub_(options["lr"] * (total + share * previous))
+        turns = state["turns"] % 5 * previous + options["turns"] % 5 * grad
+        parameter.sub_(options["lr"] * (total + options["share"] * turns))
         previous.copy_(grad)
