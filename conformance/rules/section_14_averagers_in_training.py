@@ -17,6 +17,7 @@ from conformance.judging.oracles.averager import (
     require_same_gradients,
 )
 from conformance.judging.oracles.averager_like import EVALUATED, require_like, require_restored
+from conformance.judging.oracles.loaded_states import require_refused_by_all
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -225,25 +226,9 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
             reason = "it has no state that can be saved before its first step"
         found.leaves_out(reason)
         return
-    _require_refused_by_all(run, found)
+    require_refused_by_all(run, found)
     require_parameters_left(run, found)
     require_right(run, claims, found, must_change=True, evaluated=True)
-
-
-def _require_refused_by_all(run: Run, found: Found) -> None:
-    """Require that all ranks but rank 0 refuse its state if one of them does."""
-    refused = {
-        rank.rank: event["error"] for rank in run.ranks for event in rank.all("refuses_first")
-    }
-    if not refused:
-        return
-    rank, error = next(iter(refused.items()))
-    found.note(f"other ranks refuse the state of rank 0, and load their own: {error}")
-    found.require(
-        len(refused) == len(run.ranks) - 1,
-        "the state of rank 0 is loaded on all ranks, or refused on all others",
-        f"of {len(run.ranks)} ranks, {len(refused)} refused it; rank {rank}: {error}",
-    )
 
 
 @rule(

@@ -2,6 +2,7 @@
 
 import torch
 
+from conformance.judging.oracles.loaded_states import require_refused_by_all
 from conformance.judging.oracles.optimizer import require_right, right_steps
 from conformance.judging.oracles.optimizer_calls import (
     require_own_entries,
@@ -39,15 +40,19 @@ KEEPS_STATES = (
     source="torch documentation, PostLocalSGDOptimizer.load_state_dict, consolidate_state_dict; "
     "pytorch #63340, #78988",
     remedy="state_dict() has to hold the wrapped optimizer's state and the averager's step; "
-    "indices of parameters across ranks",
+    "indices of parameters across ranks; a rank in the state: it is that of the rank that saved",
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     """New processes that load the state_dict() of step 13 continue as if there had been no break.
 
     Momentum continues, and so does the averager's count of steps: a warm-up does not begin again. A
     subject with consolidate_state_dict() collects its state on the group's first rank, and all
-    ranks load that one. Of other subjects each rank saves and loads its own.
+    ranks load that one. Of other subjects each rank saves and loads its own. But if a subject
+    averages gradients, and all ranks have saved the same tensors, bit by bit, then all ranks load
+    the state of the first one, as trainers write a checkpoint on one rank. An error on all the
+    others may refuse it: each rank loads its own then.
     """
+    require_refused_by_all(run, found)
     require_right(run, found)
 
 

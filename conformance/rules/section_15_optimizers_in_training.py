@@ -10,6 +10,7 @@ from conformance.judging.common_rules import (
     raises_if_collective_fails,
     right_beside_own_numbers,
 )
+from conformance.judging.oracles.loaded_states import require_refused_by_all
 from conformance.judging.oracles.optimizer import require_right, require_steps_with_some_gradient
 from conformance.judging.oracles.optimizer_calls import (
     require_calls_under_scaler,
@@ -284,7 +285,8 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     and loaded like options; their names and values are drawn. At a drawn step after the save, or
     after the load, one more group is added: it is stepped, averaged, and has the rate that is
     written to it. Options that a group leaves out are those of the construction, which are the same
-    in both processes.
+    in both processes. As by 15.13, ranks load the state of the group's first one if the subject
+    averages gradients, and all ranks have saved the same tensors.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")
@@ -292,6 +294,7 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
         return
+    require_refused_by_all(run, found)
     require_right(run, found)
     require_own_entries(run, found)
 

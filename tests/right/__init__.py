@@ -84,6 +84,7 @@ _MODULES = (
     "wrappers_of_parts",
     "collectives_on_other_paths",
     "collectives_with_plans",
+    "states_of_each_rank",
 )
 
 

@@ -21,6 +21,7 @@ from conformance.ranks.drivers._optimizer_clearing import (
 from conformance.ranks.drivers._optimizer_clips import clip_by_norm
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
+from conformance.ranks.drivers._optimizer_loads import load_saved
 from conformance.ranks.drivers._optimizer_pairs import leave_gradients
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import (
@@ -160,9 +161,7 @@ class OptimizerDriver(RankDriver):
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(group)
         if restored:
-            # A consolidated state is on the group's first rank alone.
-            source = self.load(self._ranks[0]) if self.consolidates else restored
-            self._load_state(source["state"])
+            load_saved(self)
         if self.setting.back[0] > self.setting.back[1] == -1:
             self._take_snapshot()
         self._first_state = self._state_of_all() if self.setting.again else None
@@ -456,8 +455,8 @@ class OptimizerDriver(RankDriver):
             self._make_anew()
         self._fill(values)
         if number == self.setting.emptied:
-            self._load_state(copy.deepcopy(self._first_state))
-        self._load_state(copy.deepcopy(state))
+            self.load_state(copy.deepcopy(self._first_state))
+        self.load_state(copy.deepcopy(state))
 
     def _make_anew(self) -> None:
         """Make the model and its optimizer anew, as in new processes."""
@@ -475,7 +474,8 @@ class OptimizerDriver(RankDriver):
             self.recorder.event("not_remade")
         self._trainings[-1] = self._training()
 
-    def _load_state(self, state: Any) -> None:
+    def load_state(self, state: Any) -> None:
+        """Load a state, in some scenarios more than once."""
         with self.doing("load_state_dict"):
             self.optimizer.load_state_dict(state)
         if self.scenario.variant == "saved_groups":
