@@ -235,17 +235,22 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     "Two optimizers do not mix",
     on=(TWO, TWO_GROUPS),
     owns=(TWO, TWO_GROUPS),
-    needs=BASIC,
+    needs=(*BASIC, "15.5", "15.6"),
     since="1.2",
     source="training of two models in one process, such as a GAN; Muon for matrices and AdamW for "
     "the rest, whose gradients come from one backward",
     remedy="counts, buffers, states, or the group's size, in the class or the module instead of "
-    "the object; a mark of a backward that one optimizer sets, and another one finds",
+    "the object; a mark of a backward that one optimizer sets, and another one finds; a dict of "
+    "options in a default argument, which all objects share",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
     """Two optimizers of two models that take turns in a drawn order each step their own model, with
     the ranks of their own group. Before drawn pairs of their steps both models get their gradients,
     by one backward of both losses, if the optimizers average gradients, or by two.
+
+    Each optimizer has options of its own, and parameter groups that leave out some of them. At a
+    step of its own each gets one more group, and a rate is written to one of its groups. The
+    options and the steps are drawn from the session's seed.
 
     In one run both are on the same ranks. In another one WORLD has four or five ranks, and the
     other group two or three of them; which model has which group is drawn. Under ``world_only``

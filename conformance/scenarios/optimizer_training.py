@@ -124,8 +124,9 @@ UNFROZEN = 1
 TWO = replace(
     PLAIN,
     name="optimizer_two",
-    summary="two optimizers of two models take turns in a drawn order; before some pairs of their "
-    "steps both models get their gradients, by one backward or by two",
+    summary="two optimizers of two models, with options and groups of their own, take turns in a "
+    "drawn order; before some pairs of their steps both models get their gradients, by one "
+    "backward or by two",
     steps=("crafted",) * 16,
     world_sizes=(2,),
     variant="two",

@@ -57,11 +57,13 @@ from conformance.scenarios.optimizer_gradients import first_kind, freezes_late
 from conformance.scenarios.optimizer_pairs import pair_of
 from conformance.scenarios.optimizer_training import (
     OWN,
+    TWO,
     averages_gradients,
     is_exact,
     plan_of,
     wrapped_class,
 )
+from conformance.scenarios.optimizer_twins import plan_of_model
 from conformance.scenarios.optimizer_wide_gradients import widened
 
 
@@ -93,6 +95,7 @@ MAX_EXPLAINED = 50
 _LEFT_OUT = "the options of the construction have not reached its group, which leaves some out"
 _OF_CLASS = {"lr": 1e-3}
 _MIXED_UP = "gradients were averaged in the order in which they arrived, which differs by rank"
+_OF_OTHER = "it was stepped with options of the other optimizer's construction"
 
 Steps = Mapping[tuple[int, int], OptimizerStep]
 # A known mistake: the parameter that it leaves on a rank, from that rank's right step.
@@ -159,8 +162,8 @@ def _steps_of_group(
     run: Run, group: tuple[int, ...], model: int
 ) -> dict[tuple[int, int], OptimizerStep]:
     """Return the right steps of a group's ranks with one of their models."""
-    plan = plan_of(run.scenario)
-    options = Options(plan, construction(run)["options"])
+    plan = plan_of_model(run.scenario, model)
+    options = Options(plan, construction(run, model)["options"])
     of_ranks = {rank: _local_optimizer(run, rank, model) for rank in group}
     restored_before, saved_after = plan.back
     count = 0
@@ -256,7 +259,7 @@ def _is_exact(run: Run, rank: int, step: int) -> bool:
 
 
 def _average(run: Run, optimizers: list[LocalOptimizer], step: int) -> None:
-    plan = plan_of(run.scenario)
+    plan = plan_of_model(run.scenario, turn(run.scenario, step)[0])
     for index in range(len(run.scenario.params)):
         if is_in_a_group(plan, index, step):
             mean, error = optimizers[0].average_with(optimizers, index)
@@ -357,8 +360,9 @@ def _known_results(
 
 def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     """Return known mistakes in a local step by their names."""
-    plan = plan_of(run.scenario)
-    options = construction(run)["options"]
+    model = turn(run.scenario, step)[0]
+    plan = plan_of_model(run.scenario, model)
+    options = construction(run, model)["options"]
     rate = (plan.rates[step] if plan.rates else None) or options["lr"]
     if not _is_exact(run, 0, step):
         known: dict[str, Mistake] = {}
@@ -400,6 +404,9 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
         mistakes["zero_grad() has left the gradient of the step before"] = step_uncleared
     if set(options) - set(own):
         mistakes[_LEFT_OUT] = partial(step_with, options={**_OF_CLASS, **own})
+    if run.scenario.variant == TWO.variant:
+        of_other = construction(run, 1 - model)["options"]
+        mistakes[_OF_OTHER] = partial(step_with, options={**of_other, **own})
     for number, (_, others) in enumerate(plan.groups):
         name = f"it was stepped with the options of group {number}"
         mistakes[name] = partial(step_with, options={**options, **others})

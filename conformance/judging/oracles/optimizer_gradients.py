@@ -33,9 +33,14 @@ from conformance.scenarios.optimizer_training import averages_gradients, plan_of
 from conformance.scenarios.optimizer_wide_gradients import factor_and_shift
 
 
-def construction(run: Run) -> dict[str, Any]:
-    """Return the record of how the subject was made: its options, and whether with an averager."""
-    return run.ranks[0].one("made")
+def construction(run: Run, model: int = 0) -> dict[str, Any]:
+    """Return the record of how a model's optimizer was made: its options, and whether with an
+    averager.
+    """
+    if not model:
+        return run.ranks[0].one("made")
+    # Another event of this name follows each of them.
+    return [event for event in run.ranks[0].all("made") if "options" in event][model]
 
 
 def takes_averager(run: Run) -> bool:

@@ -52,14 +52,14 @@ from conformance.scenarios.optimizer_rests import zeros_at
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_closed,
-    plan_of,
     raised_before,
     wrapped_class,
 )
+from conformance.scenarios.optimizer_twins import plan_of_model
 
 # The attributes that two trainings of one rank have separately.
 _OF_TRAININGS = (
-    *("model", "params", "averager", "optimizer"),
+    *("setting", "model", "params", "averager", "optimizer"),
     *("group", "group_rank", "size", "_ranks"),
 )
 
@@ -68,7 +68,7 @@ class OptimizerDriver(RankDriver):
     """One rank that trains with the subject's optimizer, or with two optimizers in turns.
 
     Attributes:
-        setting: the options, groups and events of the scenario.
+        setting: the options, groups and events of the model whose turn it is.
         model, params: the model whose turn it is, and its parameters.
         ddp: the model under DDP, if the scenario has DDP.
         averager: the kit's own averager, if the target takes one.
@@ -119,7 +119,7 @@ class OptimizerDriver(RankDriver):
         Args:
             number: of the model.
         """
-        self.setting = plan_of(self.scenario)
+        self.setting = plan_of_model(self.scenario, number)
         if number:
             self.group = self.twin_group
             self.group_rank = dist.get_rank(self.group)
