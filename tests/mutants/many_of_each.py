@@ -154,7 +154,7 @@ class HandsDown(Averaging):
             self.optim.add_param_group(dict(self.param_groups[-1]))
 
 
-class LoadsOptionsAlone(PostLocal):
+class LoadsNoCounts(PostLocal):
     """Load the options of the construction, and leave other numbers of the groups as they are."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     *(
         Mutant(name, ("15.36",), kind="optimizer")
-        for name in ("NeverTakesBack", "LoadsOptionsAlone")
+        for name in ("NeverTakesBack", "LoadsNoCounts")
     ),
     Mutant("HandsDown", ("15.36",), "averages", kind="optimizer"),
     *(
