@@ -17,6 +17,7 @@ from conformance.judging.oracles.wrapper_training import (
     require_all_batches,
     require_memory_back,
     require_same_frozen,
+    require_same_graphs,
     require_same_half,
     require_same_long_run,
     require_same_or_refused,
@@ -31,10 +32,10 @@ from conformance.scenarios.conditions_together import WRAPPER as CONDITIONS
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
 from conformance.scenarios.wrapper import ATTRIBUTES
+from conformance.scenarios.wrapper_graphs import GRAPHS
 from conformance.scenarios.wrapper_training import (
     COMPLEX,
     FROZEN,
-    GRAPHS,
     HALF,
     IN_CONTAINERS,
     INDICES,
@@ -124,17 +125,25 @@ def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "Many graphs and saved tensors at once are kept apart",
     on=(GRAPHS, MANY),
     owns=(GRAPHS, MANY),
-    needs=("19.23",),
+    needs=("19.2", "19.23"),
     source="torch documentation, torch.autograd.backward; pipeline parallel schedules run several "
     "forwards before the first backward; a forward of many layers saves thousands of tensors",
     remedy="inputs, generator states or saved tensors that are kept on the wrapper, as those of "
     "the last forward, or in a queue; a pool of a fixed number of places, of which the oldest is "
-    "used again; buffers that are written back as they were after an earlier forward",
+    "used again; places that the first forward after a backward uses again, while other graphs "
+    "still need them; buffers that are written back as they were after an earlier forward",
 )
 def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Two to six forwards of batches of other sizes come before their backwards, which run in the
     order of forwards, in reverse, or in a drawn order; a graph without a backward, and a forward
-    under no_grad, come between them. All gradients are those without the wrapper.
+    under no_grad, come between them; one batch is empty. All gradients are those without the
+    wrapper.
+
+    So they are if forwards and backwards take turns, as in a pipeline: of five to nine graphs, two
+    to four are alive at once. The next backward is that of the oldest graph, of the newest one, or
+    of any, each in a step of its own without dropout, and in one with a share of 0.1 to 0.5. Three
+    in four batches have the same number of rows. All of these are drawn. With the claim draws_anew
+    the outputs alone are compared in steps with dropout.
 
     So they are if a block saves 4,100 to 5,000 tensors in one forward, and if 520 to 700 forwards
     of two blocks come before their backwards. These numbers are drawn, and the order of the
@@ -143,7 +152,7 @@ def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     Blocks count their batches in buffers. Afterwards each forward has counted, once, or again
     where it ran again: no update is lost because another forward came before the backward.
     """
-    require_same_training(runs, found)
+    require_same_graphs(runs, claims, found)
     require_all_batches(runs, found)
 
 
@@ -356,7 +365,8 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     long = {name: run for name, run in runs.items() if run.scenario.variant == LONG.variant}
     others = {name: run for name, run in runs.items() if name not in {*of_indices, *long}}
     of_half = {name: run for name, run in runs.items() if run.scenario.variant == HALF.variant}
-    require_same_training({name: one for name, one in others.items() if name not in of_half}, found)
+    of_graphs = {name: one for name, one in others.items() if name not in of_half}
+    require_same_graphs(of_graphs, claims, found)
     require_same_half(of_half, found)
     require_same_long_run(long, claims, found)
     require_same_modes(of_half, found)

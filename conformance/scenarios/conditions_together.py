@@ -33,6 +33,7 @@ from conformance.scenarios import (
     optimizer_training,
     strategy,
     strategy_training,
+    wrapper_graphs,
     wrapper_training,
 )
 from conformance.scenarios.model import DDPOptions, Observation, Param, Resume, Scenario
@@ -175,7 +176,7 @@ def _wrapper(plain: Scenario) -> Scenario:
 
 
 WRAPPER = (
-    *map(_wrapper, (wrapper_training.HALF, wrapper_training.GRAPHS, wrapper_training.INDICES)),
+    *map(_wrapper, (wrapper_training.HALF, wrapper_graphs.GRAPHS, wrapper_training.INDICES)),
     _long(wrapper_training.LONG),
 )
 
@@ -232,6 +233,6 @@ DRAWS: Mapping[str, Draw] = {
     **dict.fromkeys((scenario.name for scenario in ALL if is_long(scenario)), _draw_steps),
     "collective_together_long": collective_training.draw_long,
     "wrapper_together_long": wrapper_training.draw_long,
-    "wrapper_graphs_together": _then(_draw, wrapper_training.draw_graphs),
+    "wrapper_graphs_together": _then(_draw, wrapper_graphs.draw_graphs),
     "wrapper_indices_together": _then(_draw, wrapper_training.draw_indices),
 }

@@ -11,7 +11,7 @@ wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of t
 wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
                  2**17; in some steps the one element that is not plain
 wrapper_complex  for each of two dtypes a block of each of these sizes
-wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 4 to 12 rows, no two the same
+wrapper_graphs   see ``scenarios/wrapper_graphs.py``
 wrapper_many     a block of 4,100 to 5,000 layers, and 520 to 700 graphs at once of two blocks; the
                  order of backwards
 wrapper_inputs   the order of three ways to ask for single gradients, with and without gradients
@@ -34,10 +34,10 @@ from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.training_sizes import sizes_between
 from conformance.scenarios.wrapper import PLAIN
+from conformance.scenarios.wrapper_graphs import GRAPHS, draw_graphs
 
 SMALLEST = 2**17
 LARGEST = 2**21
-MOST_ROWS = 12
 
 TRAINING = "training_"
 """The beginning of the variants of scenarios that ``drivers/_wrapper_training.py`` runs."""
@@ -86,16 +86,6 @@ COMPLEX = replace(
 
 # Steps of ``RANGES``. In those after the step of SPECIAL_VALUES all elements but one are plain.
 SPECIAL_VALUES = 1
-
-GRAPHS = replace(
-    PLAIN,
-    name="wrapper_graphs",
-    summary="several forwards before their backwards, which run in the same order, in reverse, and "
-    "in a drawn one; one graph is dropped",
-    steps=("normal",) * 4,
-    world_sizes=(2,),
-    variant="training_graphs",
-)
 
 # The first step runs the block with many layers, the second one the others.
 MANY_LAYERS = (4100, 5000)
@@ -363,21 +353,6 @@ def draw_ranges(scenario: Scenario, numbers: random.Random) -> Scenario:
     ]
     numbers.shuffle(params)
     return replace(scenario, params=tuple(params))
-
-
-def draw_graphs(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the graphs of each step.
-
-    A parameter stands for a step. Its shape has the rows of each batch in the order of forwards.
-    No two batches of a step have as many, so that blocks can count them by their rows.
-    """
-    return replace(
-        scenario,
-        params=tuple(
-            Param(tuple(numbers.sample(range(4, MOST_ROWS + 1), numbers.randint(2, 6))))
-            for _ in scenario.steps
-        ),
-    )
 
 
 def draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:

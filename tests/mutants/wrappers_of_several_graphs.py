@@ -239,7 +239,13 @@ MUTANTS = [
             "seeds_the_third_recomputation",
             "TakesTheThirdMaskOfAnyGraph",
             "KeepsOneInput",
-            "HasRoomForTwoStates",
         )
+    ),
+    Mutant(
+        "HasRoomForTwoStates",
+        ("19.26",),
+        "recomputes",
+        because={"19.25": "up to four graphs are alive at once there"},
+        kind="wrapper",
     ),
 ]

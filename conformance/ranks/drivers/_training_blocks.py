@@ -18,8 +18,8 @@ from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.ranks.drivers._written_blocks import written_blocks
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.wrapper_graphs import MOST_ROWS
 from conformance.scenarios.wrapper_parts import IDLE, PARTS
-from conformance.scenarios.wrapper_training import MOST_ROWS
 
 RANK = 3
 COLUMNS = 4

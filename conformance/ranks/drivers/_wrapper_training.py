@@ -24,6 +24,7 @@ from conformance.ranks.drivers._graphs_alive import (
     run_under_settings,
 )
 from conformance.ranks.drivers._late_draws import draw_in
+from conformance.ranks.drivers._many_graphs import run_graphs, run_many
 from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._parts_of_blocks import run_idle, run_parts
 from conformance.ranks.drivers._training_blocks import (
@@ -37,6 +38,7 @@ from conformance.ranks.drivers._written_inputs import WrittenStep
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.instruments import process_state
 from conformance.scenarios.wrapper import blocks_by_name
+from conformance.scenarios.wrapper_graphs import GRAPHS, share_in_graphs
 from conformance.scenarios.wrapper_parts import PARTS
 from conformance.scenarios.wrapper_training import (
     ADDS,
@@ -148,6 +150,8 @@ class WrapperTraining:
             return self._driver.recorder.step >= first_with_dropout(self._scenario)
         if self._scenario.variant == RETAINED.variant:
             return retained_share(self._scenario, self._driver.recorder.step) > 0
+        if self._scenario.variant == GRAPHS.variant:
+            return share_in_graphs(self._scenario, self._driver.recorder.step) > 0
         return self._scenario.variant in (INDICES.variant, PARTS.variant)
 
     # The work of a step, by the scenario's variant.
@@ -250,29 +254,10 @@ class WrapperTraining:
             self._keep(f"input/{index}", x.grad)
 
     def _graphs(self) -> None:
-        """Run several forwards, and then their backwards in another order."""
+        """Run several graphs at once: all forwards come first, or they take turns."""
         step = self._driver.recorder.step
-        rows = self._scenario.params[step].shape
-        inputs = [self._input(count) for count in rows]
-        WATCH.phase = "forward"
-        outputs = []
-        for place, x in enumerate(inputs):
-            outputs.append(self._net(x))
-            if place == 0:
-                # Nobody runs the backward of this one.
-                self._net(self._input(3))
-        with torch.no_grad():
-            self._net(self._input(2))
-        grads = [self._drawn(output.shape) for output in outputs]
-        WATCH.phase = "backward"
-        for place in self._order(step, len(inputs)):
-            outputs[place].backward(grads[place])
-        for place, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
-            self._keep(f"output/{place}", output)
-            self._keep(f"input/{place}", x.grad)
-        for index, inside in enumerate(self._inside):
-            for name, buffer in inside.named_buffers():
-                self._keep(f"buffer/{index}.{name}", buffer)
+        functions = (self._input, self._drawn, self._keep)
+        run_graphs(self._net, self._inside, self._scenario, step, *functions)
 
     def _many(self) -> None:
         """Run one block of many layers; in the second step, many graphs of two small blocks."""
@@ -280,27 +265,8 @@ class WrapperTraining:
         is_first = self._driver.recorder.step == 0
         blocks = [layers] if is_first else small
         (graphs,) = (1,) if is_first else self._scenario.params[1].shape
-        inputs = [self._input(2) for _ in range(graphs)]
-        outputs = inputs
-        WATCH.phase = "forward"
-        for block in blocks:
-            outputs = [block(x) for x in outputs]
-        grads = [self._drawn(output.shape) for output in outputs]
-        WATCH.phase = "backward"
-        for place in self._drawn_order(range(graphs)):
-            outputs[place].backward(grads[place])
-        present = [x.grad for x in inputs if x.grad is not None]
-        self._keep("output/all", torch.cat(outputs))
-        self._keep("input/all", torch.cat(present) if present else None)
-
-    def _order(self, step: int, count: int) -> Sequence[int]:
-        """Return the order of backwards: that of forwards, the reverse, or a drawn one."""
-        if step == 0:
-            return range(count)
-        if step == 1:
-            return range(count)[::-1]
-        key = f"{self._scenario.session_seed}/order/{step}"
-        return random.Random(key).sample(range(count), count)
+        order = self._drawn_order(range(graphs))
+        run_many(blocks, graphs, order, self._input, self._drawn, self._keep)
 
     def _retained(self) -> None:
         """Run several backwards of one graph, or of more; in later steps blocks have dropout."""

@@ -1,7 +1,7 @@
 """Bounds of wrapped modules in float32: above another order of summation, below fewer bits."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 
@@ -12,8 +12,16 @@ from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.model import Param
 from conformance.scenarios.wrapper import blocks_by_name
-from conformance.scenarios.wrapper_training import (
+from conformance.scenarios.wrapper_graphs import (
+    BACKWARD,
+    FIRST_IN_TURNS,
+    FORWARD,
     GRAPHS,
+    MOST_ALIVE,
+    passes_in_turns,
+    share_in_graphs,
+)
+from conformance.scenarios.wrapper_training import (
     HALF,
     INDICES,
     LARGE,
@@ -51,9 +59,6 @@ def test_drawn_numbers_are_in_their_ranges() -> None:
     for seed in range(50):
         sizes = sorted(param.shape[0] for param in drawn(LARGE, seed).params)
         assert SMALLEST <= sizes[0] < 2**19 < sizes[2] <= LARGEST
-        rows = [param.shape for param in drawn(GRAPHS, seed).params]
-        assert len(rows) == len(GRAPHS.steps)
-        assert all(2 <= len(shape) <= 6 and 2 <= min(shape) <= max(shape) <= 12 for shape in rows)
         (layers,), (graphs,) = (param.shape for param in drawn(MANY, seed).params)
         assert MANY_LAYERS[0] <= layers <= MANY_LAYERS[1]
         assert MANY_GRAPHS[0] <= graphs <= MANY_GRAPHS[1]
@@ -61,6 +66,36 @@ def test_drawn_numbers_are_in_their_ranges() -> None:
         ((table, _),) = (param.shape for param in drawn(INDICES, seed).params)
         assert table // 2 > 2**15
         assert table > 2**16
+
+
+def test_graphs_are_in_their_ranges() -> None:
+    for seed in range(50):
+        scenario = drawn(GRAPHS, seed)
+        rows = [param.shape for param in scenario.params]
+        assert len(rows) == len(GRAPHS.steps)
+        at_once = rows[:FIRST_IN_TURNS]
+        assert all(2 <= len(shape) <= 6 and len({*shape}) == len(shape) for shape in at_once)
+        assert sum(shape.count(0) for shape in at_once) == 1
+        assert all(4 <= count <= 12 for shape in rows for count in shape if count)
+        assert all(5 <= len(shape) <= 9 for shape in rows[FIRST_IN_TURNS:])
+        steps = range(len(GRAPHS.steps))
+        assert sum(share_in_graphs(scenario, step) > 0 for step in steps) == 3
+
+
+def test_passes_of_graphs_take_turns() -> None:
+    for seed, step in product(range(50), range(FIRST_IN_TURNS, len(GRAPHS.steps))):
+        scenario = drawn(GRAPHS, seed)
+        graphs = range(len(scenario.params[step].shape))
+        passes = passes_in_turns(scenario, step)
+        assert [graph for direction, graph in passes if direction == FORWARD] == [*graphs]
+        assert {graph for direction, graph in passes if direction == BACKWARD} == {*graphs}
+        alive: set[int] = set()
+        for direction, graph in passes:
+            # Each forward but the first one comes while another graph is alive.
+            assert alive or direction == BACKWARD or not graph
+            alive ^= {graph}
+            assert len(alive) <= MOST_ALIVE
+        assert not alive
 
 
 def test_a_run_for_a_number_of_steps_has_no_dropout() -> None:
