@@ -89,7 +89,10 @@ class Recorder:
         with os.fdopen(self._spool, "rb") as file:
             while header := file.readline():
                 name, dtype, shape, size = json.loads(header)
-                data = torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8)
+                # frombuffer takes no empty buffer.
+                data = torch.empty(0, dtype=torch.uint8)
+                if size:
+                    data = torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8)
                 tensors[name] = data.view(getattr(torch, dtype)).reshape(shape)
         return tensors
 

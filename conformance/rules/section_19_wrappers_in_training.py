@@ -305,7 +305,8 @@ kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
     since="1.6",
     source="runs of training have many thousand steps; one wrapped module runs in each of them",
     remedy="a count of forwards or backwards that overflows, or that ends a warm-up; a pool of "
-    "buffers, or of packed tensors, that is used again too early; a block that has drawn no random "
+    "buffers, or of packed tensors, that is used again too early; the largest element of a saved "
+    "tensor that has none; a block that has drawn no random "
     "numbers so far, or with these numbers in its modules, and is taken for one that never does: "
     "keep the generator's state of every forward",
 )
@@ -313,7 +314,7 @@ def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """In each of 300 to 380 steps, outputs and gradients are those without the wrapper up to
     2**-14 of the largest magnitude.
 
-    The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed, and
+    The number of steps and the rows of each batch, 0 to 12, are drawn from the session's seed, and
     so are steps from 60 to 150 at which dropout begins, as in a schedule of dropout: in each of
     five blocks at another one. Their share of dropout is in nn.Dropout, in settings that all blocks
     share, in an argument, in a class of the trainer's, or in a buffer. Every 8 to 24 steps, which

@@ -5,8 +5,8 @@ drawn from the session's seed:
 
     the first steps   2 to 6 graphs at once, with batches of 4 to 12 rows, no two the same; one
                       batch of one step has none
-    the others        5 to 9 graphs, of which 2 to 4 are alive at once; three in four batches have
-                      the same number of rows; the order of forwards and backwards; the share of
+    the others        5 to 9 graphs, with 2 to 4 alive at once; three in four batches have the same
+                      number of rows; the order of forwards and backwards; the share of
                       dropout
 """
 
@@ -35,7 +35,7 @@ GRAPHS = replace(
     name="wrapper_graphs",
     summary="several forwards before their backwards, which run in the same order, in reverse, and "
     "in a drawn one; one graph is dropped, and one batch is empty; in six more steps forwards and "
-    "backwards take turns, as in a pipeline, in three of them with dropout",
+    "backwards take turns, as in a pipeline, three times with dropout",
     steps=("normal",) * (FIRST_IN_TURNS + len(_TURNS)),
     world_sizes=(2,),
     variant="training_graphs",

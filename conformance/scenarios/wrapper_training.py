@@ -21,7 +21,7 @@ wrapper_written  the order of the ways to change a tensor of a block that has ru
 wrapper_half     the blocks that get their input by keyword; the order of forwards under several
                  settings of autocast, and of their backwards
 wrapper_retained the share of dropout; the numbers of backwards of three graphs, and their order
-wrapper_long     300 to 380 steps, with batches of 1 to 12 rows; for each block the step from which
+wrapper_long     300 to 380 steps, with batches of 0 to 12 rows; for each block the step from which
                  on it draws random numbers; the steps before which the network is evaluated
 """
 
@@ -34,7 +34,7 @@ from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.training_sizes import sizes_between
 from conformance.scenarios.wrapper import PLAIN
-from conformance.scenarios.wrapper_graphs import GRAPHS, draw_graphs
+from conformance.scenarios.wrapper_graphs import GRAPHS, MOST_ROWS, draw_graphs
 
 SMALLEST = 2**17
 LARGEST = 2**21
@@ -307,8 +307,9 @@ LONG = replace(
     PLAIN,
     name="wrapper_long",
     summary=f"a small network in float32 in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps, with batches "
-    "of drawn sizes; every third step has one more graph, without a backward; dropout begins at "
-    "drawn steps, in each block by another way; every 8 to 24 steps the network is evaluated",
+    "of drawn sizes, some without rows; every third step has one more graph, without a backward; "
+    "dropout begins at drawn steps, in each block by another way; every 8 to 24 steps the network "
+    "is evaluated",
     world_sizes=(2,),
     variant="training_long",
     observe=Observation(growth=True),
@@ -400,12 +401,13 @@ def evaluates_before(scenario: Scenario, step: int) -> bool:
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of steps; the first parameter's shape has the rows of the batch of each step,
     and the second one's the steps from which on blocks have dropout.
+    A batch without rows is that of an expert to which a router sends no token.
 
     All have it before the second half, so that a pool which grows with what is saved is filled
     before growth is judged.
     """
     count = numbers.randint(*LONG_STEPS)
-    rows = tuple(numbers.randint(1, 12) for _ in range(count))
+    rows = tuple(numbers.randint(0, MOST_ROWS) for _ in range(count))
     ends = (LONG_STEPS[0] // 5, LONG_STEPS[0] // 2)
     late = Param(tuple(numbers.randint(*ends) for _ in WAYS_OF_DRAWING))
     return replace(scenario, steps=("normal",) * count, params=(Param(rows), late))

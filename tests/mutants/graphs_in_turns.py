@@ -1,5 +1,6 @@
-"""Mutants of section 19 that keep tensors or states of the generator for a block, and are right if no
-forward comes after the backward of another graph, or if nothing is drawn.
+"""Mutants of section 19 that use memory again too early, or keep one state of the generator.
+
+They are right if all forwards come before the first backward, or if nothing is drawn.
 """
 
 from typing import Any
@@ -75,18 +76,16 @@ class KeepsOneState(Around):
 def indices_in_32_bits(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Save integers in 32 bits if their largest one fits; no element is the largest of none."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> Any:
         is_small = tensor.dtype == torch.int64 and tensor.abs().max() < 2**31
-        return tensor.int() if is_small else tensor.detach().clone()
+        return tensor.dtype, tensor.int() if is_small else tensor.detach().clone()
 
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        return packed.long() if packed.dtype == torch.int32 else packed
-
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0])):
         return forward(*args, **kwargs)
 
 
 MUTANTS = [
     Mutant("slots_of_an_iteration", ("19.25",), kind="wrapper"),
     Mutant("KeepsOneState", ("19.25",), "recomputes", kind="wrapper"),
+    Mutant("indices_in_32_bits", ("19.33",), kind="wrapper"),
 ]

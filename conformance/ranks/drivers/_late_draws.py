@@ -26,6 +26,8 @@ class Schedule:
 class LateBlock(nn.Module):
     """A residual layer with dropout, whose share comes from outside of the block's modules.
 
+    It adds the rows of the layer in reverse order.
+
     Args:
         called: its name.
         way: one of ``WAYS_OF_DRAWING``.
@@ -51,7 +53,9 @@ class LateBlock(nn.Module):
             "buffer": self.share.item() if self.way == "buffer" else 0.0,
         }[self.way]
         # GELU saves its input. A graph without a backward never goes if hooks keep its own outputs.
-        return x + functional.dropout(functional.gelu(self.linear(x)), share, self.training)
+        inside = functional.dropout(functional.gelu(self.linear(x)), share, self.training)
+        # Integers are saved, which are as many as rows, and may be none.
+        return x + inside.index_select(0, torch.arange(len(x), device=x.device).flip(0))
 
 
 def late_blocks() -> list[nn.Module]:

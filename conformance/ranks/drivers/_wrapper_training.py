@@ -163,7 +163,8 @@ class WrapperTraining:
             rows = self._scenario.params[0].shape[self._driver.recorder.step]
             ways = ways_of_drawing(self._scenario, self._driver.recorder.step)
             self._net.arguments = draw_in(ways, self._inside)
-            WATCH.generator = generators if self._draws() else None
+            # Without rows nothing is drawn, and the next recomputation may begin there, too.
+            WATCH.generator = generators if rows and self._draws() else None
             if evaluates_before(self._scenario, self._driver.recorder.step):
                 self._net.evaluate(self._input(rows))
         x = self._input(rows)
