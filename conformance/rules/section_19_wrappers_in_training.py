@@ -67,13 +67,16 @@ parity_rule = partial(rule, reads_all_runs=True, baseline="vanilla", since="1.3"
     source="Chen et al., 2016: recomputed values are the same; torch documentation, "
     "torch.autograd.graph.saved_tensors_hooks",
     remedy="activations that are kept in bfloat16, float16 or fewer bits; a dtype that is chosen "
-    "because the network computes in float32; segments of an nn.Sequential that leave out a rest",
+    "because the network computes in float32; memory that is made with the strides of a tensor, "
+    "which may be 0; segments of an nn.Sequential that leave out a rest",
 )
 def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """In float32, on random values, outputs and gradients of linear layers, norms, attention, and
     convolutions of one, two and three dimensions are those without the wrapper up to 2**-14 of the
     largest magnitude; so are those of nn.Sequential, with each number of layers from 3 to 7, and
-    with a drawn one from 8 to 16.
+    with a drawn one from 8 to 16. So are those of expanded tensors, whose new dimension is the
+    first, the second or the last one and has a drawn size from 2 to 5, and of a view with an offset
+    and steps.
 
     This is the loss by another order of summation; activations in float16 or bfloat16 lose more.
     """
@@ -388,7 +391,8 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "them; inputs by keyword or in containers, whose versions torch's checkpoint does not compare; "
     "hooks on saved tensors that keep a tensor itself: torch compares no versions of what hooks "
     "return, of indices and masks neither; copy it, or compare tensor._version; versions that are "
-    "noted after the forward, which may have changed its input",
+    "noted after the forward, which may have changed its input; results of operations that "
+    "selective checkpointing keeps, and that the block changes: allow_cache_entry_mutation=True",
 )
 def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """The input of a block that does not save it may be changed after the forward: by
@@ -399,6 +403,11 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     claim reentrant this does not apply to tensors in containers. The same holds if the first
     operation of the block changes its own input: a second forward has another one.
 
+    A block may change the result of its own product in place, as by h = linear(x); h += low(x). It
+    is a linear layer, a matrix product or a convolution, and gets a branch in all columns or some,
+    SiLU, a value in some places, or a division by a constant. A wrapper that keeps such results has
+    the gradients without it, or raises an error.
+
     If the block saves the input, or its output, and that is changed, autograd raises an error. So
     does the wrapper, or gradients are those of the tensors as they were. The block also saves
     indices, a mask and bytes, which are given by position, by keyword or in a dict.
@@ -406,7 +415,8 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     The same holds for the block's parameters and buffers, as an optimizer changes them, unless the
     block runs again in the backward: 19.37.
 
-    The order of these is drawn from the session's seed.
+    The order of these is drawn from the session's seed, and so are the products, the columns and
+    the constant.
     """
     of_modules = OF_MODULES if runs_again(runs) else ()
     mapped = (way for way, given in OF_INTEGERS.items() if given == "mapping")

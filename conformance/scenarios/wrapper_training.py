@@ -5,7 +5,8 @@ Networks compute in float32 on random values, in one process each: nothing avera
 drawn from the session's seed:
 
 wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16; the batches and sizes
-                 of signals, images and volumes for convolutions
+                 of signals, images and volumes for convolutions; the sizes of the dimensions that
+                 tensors are expanded to, the rows, and the first column of a view
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
@@ -17,7 +18,8 @@ wrapper_many     a block of 4,100 to 5,000 layers, and 520 to 700 graphs at once
 wrapper_inputs   the order of three ways to ask for single gradients, with and without gradients
                  of parameters that are there before
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
-wrapper_written  the order of the ways to change a tensor of a block that has run
+wrapper_written  the order of the ways to change a tensor of a block that has run, or runs; the
+                 product of each block that changes its own, the columns, and the constant
 wrapper_half     the blocks that get their input by keyword; the order of forwards under several
                  settings of autocast, and of their backwards
 wrapper_retained the share of dropout; the numbers of backwards of three graphs, and their order
@@ -46,7 +48,7 @@ SINGLE = replace(
     PLAIN,
     name="wrapper_single",
     summary="a residual network in float32, with linear attention and rows of layers, and "
-    "convolutions of one to three dimensions, on random values",
+    "convolutions of one to three dimensions and expanded tensors, on random values",
     world_sizes=(2,),
     variant="training_single",
 )
@@ -175,8 +177,9 @@ OF_INTEGERS = {
 """The integers or the mask that a trainer overwrites, as the first word of each way, and how blocks
 get them: by position, by keyword, or in a dict.
 """
+BY_PRODUCTS = ("branch", "columns of a branch", "activation", "fill", "division")
 WAYS_OF_WRITING = (
-    *((way, False) for way in (*_OF_INPUTS, *BY_BLOCKS)),
+    *((way, False) for way in (*_OF_INPUTS, *BY_BLOCKS, *BY_PRODUCTS)),
     *((way, True) for way in (*_OF_INPUTS, "output", *OF_MODULES, *OF_INTEGERS)),
 )
 """How a tensor is changed in place, and whether blocks save it for the backward.
@@ -185,7 +188,10 @@ The output of a block is added to its input, or to some columns there; or the in
 gets the values of the next batch; or something is added to the output of a block. A sum into the
 input comes once more for inputs that are given by keyword, in a list, in a dict, and by keyword in
 a list of a dict. In the ways ``BY_BLOCKS`` the first operation of a block changes its own input, as
-``nn.SiLU(inplace=True)`` does; the input comes by position or by keyword. ``OF_MODULES`` are
+``nn.SiLU(inplace=True)`` does; the input comes by position or by keyword. In the ways
+``BY_PRODUCTS`` a block changes the result of its own linear layer, matrix product or convolution:
+another branch is added to it or to some of its columns, as LoRA does, it gets an activation or a
+value in some places, or it is divided by a constant. ``OF_MODULES`` are
 changed in the blocks themselves, as by an optimizer; blocks do not save biases, but read them.
 ``OF_INTEGERS`` are inputs that blocks save, as a trainer overwrites its static buffers of token ids
 and masks by those of the next batch.
@@ -196,7 +202,8 @@ WRITTEN = replace(
     name="wrapper_written",
     summary="the input of a block, its output, indices, a mask, or a parameter or buffer is "
     "changed in place between its forward and the backward, as by a residual sum, or in the "
-    "forward itself; in some steps blocks save these tensors",
+    "forward itself; so is the result of a product inside a block; in some steps blocks save these "
+    "tensors",
     steps=("normal",) * len(WAYS_OF_WRITING),
     world_sizes=(2,),
     variant="training_written",

@@ -6,11 +6,10 @@ They are right if all forwards come before the first backward, or if nothing is 
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.mutants import Mutant
-from tests.mutants.wrappers import Around, Forward, calls
+from tests.mutants.wrappers import Around
 from tests.mutants.wrappers_in_training import packs
 
 
@@ -72,20 +71,7 @@ class KeepsOneState(Around):
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-@calls
-def indices_in_32_bits(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Save integers in 32 bits if their largest one fits; no element is the largest of none."""
-
-    def pack(tensor: torch.Tensor) -> Any:
-        is_small = tensor.dtype == torch.int64 and tensor.abs().max() < 2**31
-        return tensor.dtype, tensor.int() if is_small else tensor.detach().clone()
-
-    with saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0])):
-        return forward(*args, **kwargs)
-
-
 MUTANTS = [
     Mutant("slots_of_an_iteration", ("19.25",), kind="wrapper"),
     Mutant("KeepsOneState", ("19.25",), "recomputes", kind="wrapper"),
-    Mutant("indices_in_32_bits", ("19.33",), kind="wrapper"),
 ]

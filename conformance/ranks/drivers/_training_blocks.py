@@ -12,10 +12,11 @@ from torch import nn
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.ranks.drivers._convolutions import convolutions
 from conformance.ranks.drivers._exact_factors import Factors, exact_factors
+from conformance.ranks.drivers._expanded_views import expanding_block
 from conformance.ranks.drivers._late_draws import LateBlock, late_blocks
 from conformance.ranks.drivers._parts_of_blocks import idle_blocks, parted_blocks
 from conformance.ranks.drivers._turning_blocks import Turns
-from conformance.ranks.drivers._written_blocks import written_blocks
+from conformance.ranks.drivers._written_blocks import blocks_that_change_products, written_blocks
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.wrapper_graphs import MOST_ROWS
@@ -219,7 +220,7 @@ class Chain(nn.Module):
 
     Args:
         blocks: these.
-        convolutions: blocks beside them, which :meth:`forward` does not run.
+        beside: blocks beside them, which :meth:`forward` does not run.
 
     Attributes:
         asks: whether the output of each block requires a gradient.
@@ -227,17 +228,17 @@ class Chain(nn.Module):
         arguments: by the number of a block, the arguments behind its input.
     """
 
-    def __init__(self, blocks: list[nn.Module], convolutions: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, blocks: list[nn.Module], beside: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.convolutions = nn.ModuleList(convolutions)
+        self.beside = nn.ModuleList(beside)
         self.asks: list[float] = []
         self.by_name: frozenset[int] = frozenset()
         self.arguments: dict[int, tuple[float, ...]] = {}
 
     def wrap(self, wrap: Wrap) -> None:
         """Replace each block by its wrapper."""
-        for blocks in (self.blocks, self.convolutions):
+        for blocks in (self.blocks, self.beside):
             for index, block in enumerate(blocks):
                 blocks[index] = wrap(block)
 
@@ -259,13 +260,19 @@ class Chain(nn.Module):
 
 def training_network(scenario: Scenario, numbers: torch.Generator) -> Chain:
     """Return the network of a scenario, with weights that a generator draws."""
-    made = Chain(_blocks(scenario), convolutions() if scenario.variant == "training_single" else ())
+    made = Chain(_blocks(scenario), _blocks_beside(scenario))
     _fill(made, numbers)
     if scenario.variant == "training_large":
         _scale(made, scenario)
     if scenario.variant == "training_many":
         made.blocks[0].signs.data.sign_()  # type: ignore[union-attr, operator]
     return made.double() if scenario.variant in (PARTS.variant, IDLE.variant) else made
+
+
+def _blocks_beside(scenario: Scenario) -> list[nn.Module]:
+    if scenario.variant == "training_single":
+        return [*convolutions(), expanding_block(scenario)]
+    return blocks_that_change_products() if scenario.variant == "training_written" else []
 
 
 def _blocks(scenario: Scenario) -> list[nn.Module]:

@@ -18,6 +18,7 @@ import torch
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
 from conformance.ranks.drivers._convolutions import convolution_shapes, without_tf32
 from conformance.ranks.drivers._exact_factors import clear_all_but_one
+from conformance.ranks.drivers._expanded_views import expanded_shape
 from conformance.ranks.drivers._graphs_alive import (
     evaluate_between,
     run_retained,
@@ -85,7 +86,8 @@ class WrapperTraining:
         self._parameters = dict(self._net.named_parameters())
         modules = dict(self._net.named_modules())
         self._inside = list(self._net.blocks)
-        self._shapes = convolution_shapes(self._scenario)
+        self._beside = list(self._net.beside)
+        self._shapes = [*convolution_shapes(self._scenario), expanded_shape(self._scenario)]
         # A wrapper may put others in the place of layers.
         self._low = getattr(self._inside[-1], "down", torch.nn.Identity())
         self._net.wrap(wrap)
@@ -186,12 +188,13 @@ class WrapperTraining:
         self._keep("input/0", x.grad)
 
     def _single(self) -> None:
-        """Run the network, and convolutions on inputs of their own beside it."""
+        """Run the network, and beside it convolutions and a block that expands tensors, on inputs
+        of their own."""
         self._plain()
         inputs = [self._drawn(shape).requires_grad_() for shape in self._shapes]
         WATCH.phase = "forward"
         with without_tf32(self._driver.device):
-            outputs = [block(x) for block, x in zip(self._net.convolutions, inputs, strict=True)]
+            outputs = [block(x) for block, x in zip(self._net.beside, inputs, strict=True)]
             WATCH.phase = "backward"
             torch.autograd.backward(outputs, [self._drawn(output.shape) for output in outputs])
         for x, output in zip(inputs, outputs, strict=True):
@@ -344,11 +347,19 @@ class WrapperTraining:
         way, saves = order_of_writing(self._scenario)[self._driver.recorder.step]
         x = self._input()
         step = WrittenStep(
-            self._net, self._inside, self._parameters, way, saves, self._drawn, self._values
+            self._net,
+            self._inside,
+            self._beside,
+            self._parameters,
+            way,
+            saves,
+            self._drawn,
+            self._values,
         )
         in_place = not (saves and self._driver.without_subject)
         try:
-            output = step.run(x, in_place)
+            with without_tf32(self._driver.device):
+                output = step.run(x, in_place)
         except Exception as error:
             self._decline(error, as_without=saves and way != "biases")
             return

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH
+from conformance.ranks.drivers._changed_products import PRODUCTS, ChangesProduct
 
 LEVELS = 5
 # The arguments of Picks after the first one, and its buffers.
@@ -103,6 +104,11 @@ def written_blocks() -> list[nn.Module]:
         *(Rectifies(f"block {index}") for index in range(3)),
         *(Picks(f"block {index}") for index in range(3, 5)),
     ]
+
+
+def blocks_that_change_products() -> list[nn.Module]:
+    """Return the blocks of ``wrapper_written`` that run in steps of their own."""
+    return [ChangesProduct(f"block {index}") for index in range(5, 5 + len(PRODUCTS))]
 
 
 def _first(*values: torch.Tensor | None) -> torch.Tensor:

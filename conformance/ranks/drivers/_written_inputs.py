@@ -1,11 +1,13 @@
 """A step in which tensors are changed in place before the backward. Runs in ranks only."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from conformance.ranks.drivers._blocks import WATCH
+from conformance.ranks.drivers._changed_products import PRODUCTS, ChangesProduct
 from conformance.ranks.drivers._training_blocks import Chain
 from conformance.ranks.drivers._written_blocks import (
     INTEGERS,
@@ -14,7 +16,7 @@ from conformance.ranks.drivers._written_blocks import (
     integers,
     others_than,
 )
-from conformance.scenarios.wrapper_training import BY_BLOCKS, OF_INTEGERS, OF_MODULES
+from conformance.scenarios.wrapper_training import BY_BLOCKS, BY_PRODUCTS, OF_INTEGERS, OF_MODULES
 
 
 class WrittenStep:
@@ -26,6 +28,7 @@ class WrittenStep:
     Args:
         net: the network with wrapped blocks.
         inside: the blocks without the wrapper.
+        beside: blocks that change the results of products, without the wrapper.
         parameters: of the network.
         way: one of ``scenarios/wrapper_training.py``.
         saves: whether blocks save the tensors that are changed.
@@ -37,6 +40,7 @@ class WrittenStep:
         self,
         net: Chain,
         inside: Sequence[nn.Module],
+        beside: Sequence[nn.Module],
         parameters: Mapping[str, nn.Parameter],
         way: str,
         saves: bool,
@@ -45,6 +49,7 @@ class WrittenStep:
     ) -> None:
         self._net = net
         self._inside = inside
+        self._beside = beside
         self._parameters = parameters
         self._way = way
         self._drawn = drawn
@@ -103,6 +108,8 @@ class WrittenStep:
             return output
         if self._way in OF_INTEGERS:
             return self._forward_of_integers(x, in_place)
+        if self._way in BY_PRODUCTS:
+            return self._forward_of_products(x)
         # A leaf that requires a gradient cannot be changed in place.
         stream = x * 2
         for index, block in enumerate(self._of_kind(Rectifies)):
@@ -156,6 +163,19 @@ class WrittenStep:
         if in_place:
             written = given[self._way.partition(" ")[0]]
             written.copy_(others_than(written))
+        return stream
+
+    def _forward_of_products(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the blocks that change a product of theirs, each another one."""
+        seed = int(torch.randint(2**60, (), generator=self._numbers))
+        numbers = random.Random(seed)
+        products = numbers.sample(PRODUCTS, len(PRODUCTS))
+        stream = x
+        both = zip(self._net.beside, self._beside, strict=True)
+        for (block, inside), product in zip(both, products, strict=True):
+            assert isinstance(inside, ChangesProduct)
+            inside.draw(self._way, product, numbers)
+            stream = block(stream)
         return stream
 
     def _of_kind(self, kind: type[nn.Module]) -> list[nn.Module]:
