@@ -262,10 +262,7 @@ MUTANTS = [
         Mutant(name, ("15.36",), kind="optimizer")
         for name in ("CoupledDecay", "FrozenDecay", "FreshState", "AdamForAll")
     ),
-    *(
-        Mutant(name, ("15.36",), kind="optimizer")
-        for name in ("NeverTakesBack", "LoadsNoCounts")
-    ),
+    *(Mutant(name, ("15.36",), kind="optimizer") for name in ("NeverTakesBack", "LoadsNoCounts")),
     Mutant("HandsDown", ("15.36",), "averages", kind="optimizer"),
     *(
         Mutant(name, ("16.34",), kind="strategy")
