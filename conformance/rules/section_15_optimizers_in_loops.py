@@ -144,7 +144,7 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "15.46",
+    "15.44",
     "Clips by the norm of all gradients",
     on=(CLIPPED,),
     owns=(CLIPPED,),

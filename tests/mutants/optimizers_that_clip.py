@@ -1,4 +1,4 @@
-"""Mutants of rule 15.46: sharded optimizers that clip gradients by a wrong norm."""
+"""Mutants of rule 15.44: sharded optimizers that clip gradients by a wrong norm."""
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class ReturnsItsOwnNorm(ClipsSlices):
 
 
 MUTANTS = [
-    Mutant(name, ("15.46",), kind="optimizer")
+    Mutant(name, ("15.44",), kind="optimizer")
     for name in (
         *("ClipsByItsOwnShare", "AddsNorms", "ClipsByTheLargestNorm"),
         "ReturnsItsOwnNorm",
