@@ -60,7 +60,8 @@ def _more_rows(scenario: Scenario, size: int, step: int, index: int, source: int
         # A rank sends as many rows in all as it gets. With three ranks, what it sends to a peer has
         # another number of rows than what it gets from that peer.
         return 3 * ((to - source + shift) % size)
-    return 2 * ((source + shift) % size) + 3 * ((to + shift) % size)
+    # No rank sends as many rows in all as it gets: if that is refused, it is on every rank.
+    return 2 * ((source + shift) % size) + 3 * ((to + shift) % size) ** 2
 
 
 def _has_no_rows(scenario: Scenario, size: int, index: int, source: int, to: int) -> bool:

@@ -80,6 +80,8 @@ def clears_without_rows(func: Made, qtype: str) -> Made:
     """Fill the outputs of a rank that has no rows with zeros."""
 
     def all_gather(tensor_list: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("async_op"):
+            raise NotImplementedError("async_op=True is not supported")
         longest = max(output.numel() for output in tensor_list)
         code = torch.zeros(longest, dtype=torch.float16)
         code[: tensor.numel()] = half(tensor).reshape(-1)

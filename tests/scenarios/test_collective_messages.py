@@ -62,6 +62,9 @@ def test_uneven_sizes_change_from_step_to_step(name: str) -> None:
                 for step in (0, 1)
             ]
             assert rows[0] != rows[1]
+            for of_step in [] if name == "all_gather" else rows:
+                sent, got = map(sum, of_step), map(sum, zip(*of_step, strict=True))
+                assert {a == b for a, b in zip(sent, got, strict=True)} == {index % 2 == 1}
             if index % 2 and name != "all_gather":
                 sums = [
                     [*map(sum, of_step), *map(sum, zip(*of_step, strict=True))] for of_step in rows
