@@ -1,11 +1,10 @@
 """Plans of two optimizers of two models, each with options and parameter groups of its own.
 
-The constructions have different rates, and the momenta 0 or 1, so that SGD stays exact. Each model
-has groups that leave out options, one of them added at a drawn step, and a rate that is written
-later. Options that two objects share, such as those in a default argument, reach the wrong one.
+The constructions have different rates, and momentum 1; one group has none, so that SGD stays exact.
+Each model has groups that leave out options, one of them added at a drawn step, and a rate that is
+written later. Options that two objects share, as in a default argument, reach the wrong one.
 """
 
-import random
 from typing import Any
 
 from conformance.scenarios.averager_training import turn
@@ -25,36 +24,32 @@ def plan_of_model(scenario: Scenario, model: int) -> Setting:
     """Return the arguments of the optimizer and the averager of a model, drawn if they are."""
     if scenario.variant != TWO.variant:
         return plan_of(scenario)
-    constructions = _constructions(generator(scenario, "constructions"))
-    return _groups(scenario, model, constructions[model])
+    shared = generator(scenario, "constructions")
+    rates = [2.0**exponent for exponent in shared.sample(_EXPONENTS, 2)]
+    # The same group of both, so that the other ones can mix their momenta.
+    without_momentum = shared.randrange(2)
+    return _groups(scenario, model, rates[model], without_momentum)
 
 
-def _constructions(draw: random.Random) -> list[dict[str, float]]:
-    """Return the options of both constructions, with different rates."""
-    rates = draw.sample(_EXPONENTS, 2)
-    return [{"lr": 2.0**rate, "momentum": float(draw.randrange(2))} for rate in rates]
+def _groups(scenario: Scenario, model: int, rate: float, without_momentum: int) -> Setting:
+    """Return a plan of groups: one has options of its own, and the others leave out some or all.
 
-
-def _groups(scenario: Scenario, model: int, of_all: dict[str, float]) -> Setting:
-    """Return a plan of groups: the added one leaves out the rate at least, and one more group
-    leaves out one option or both.
+    Args:
+        scenario: of two models.
+        model: the number of the model.
+        rate: that of the construction.
+        without_momentum: the number of the group that has all options, and no momentum.
     """
     draw = generator(scenario, f"groups of {model}")
 
     def other_rate(rate: float) -> float:
         return draw.choice([2.0**other for other in _EXPONENTS if 2.0**other != rate])
 
-    def own() -> dict[str, float]:
-        return {"lr": other_rate(of_all["lr"]), "momentum": 1 - of_all["momentum"]}
-
-    def part() -> dict[str, float]:
-        """Return the options of a group: none, or one of the two."""
-        names = draw.choice(([], ["lr"], ["momentum"]))
-        return {name: value for name, value in own().items() if name in names}
-
-    first = [part(), own()]
-    draw.shuffle(first)
-    added = {"momentum": 1 - of_all["momentum"]} if draw.random() < 0.5 else {}
+    of_all = {"lr": rate, "momentum": 1.0}
+    first = [{"lr": other_rate(rate)} if draw.random() < 0.5 else {}]
+    first.insert(without_momentum, {"lr": other_rate(rate), "momentum": 0.0})
+    # The group that is added leaves out all.
+    added: dict[str, float] = {}
     groups = tuple(zip(_MEMBERS, (*first, added), strict=True))
     steps = _steps_of(scenario, model)
     # The gradients of a pair's second step are there before the step begins.
@@ -64,8 +59,8 @@ def _groups(scenario: Scenario, model: int, of_all: dict[str, float]) -> Setting
     adds_at = draw.choice(may_add)
     changes: dict[int, dict[int, dict[str, Any]]] = {}
     place = draw.randrange(2)
-    rate = {**of_all, **groups[place][1]}["lr"]
-    changes[draw.choice(steps[1:])] = {place: {"lr": other_rate(rate)}}
+    rate_before = {**of_all, **groups[place][1]}["lr"]
+    changes[draw.choice(steps[1:])] = {place: {"lr": other_rate(rate_before)}}
     return Setting(options=of_all, groups=groups, added=(adds_at,), changes=changes)
 
 

@@ -29,6 +29,7 @@ by one rounding of a copy in float32.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ from conformance.judging.oracles.optimizer_writes import write
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import turn
-from conformance.scenarios.optimizer import START
+from conformance.scenarios.optimizer import START, Setting
 from conformance.scenarios.optimizer_backwards import ASSIGNED, change_before, is_in_half
 from conformance.scenarios.optimizer_clearing import Clearing, clearing_before
 from conformance.scenarios.optimizer_gradients import first_kind, freezes_late
@@ -390,7 +391,7 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
         return right.stepped[index] + momentum * update - rate * gradient(rank)
 
     own = next((others for indices, others in plan.groups if index in indices), options)
-    chosen = {**options, **own}
+    chosen = {**options, **own, **_written(plan, step, index)}
 
     def step_uncleared(right: OptimizerStep, rank: int) -> torch.Tensor:
         old = gradient_of_step(run, rank, step - 1, index)
@@ -410,6 +411,17 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     for number, (_, others) in enumerate(plan.groups):
         name = f"it was stepped with the options of group {number}"
         mistakes[name] = partial(step_with, options={**options, **others})
+    is_assigned = run.scenario.variant == ASSIGNED.variant
+    is_seen_late = is_assigned or index in freezes_late(run.scenario)
+    is_seen_late |= pair_of(run.scenario, step) is not None
+    if is_seen_late and averages_gradients(run.scenario):
+
+        def step_alone(right: OptimizerStep, rank: int) -> torch.Tensor:
+            group = group_at(run, rank, step)
+            alone = fed_gradient(run, group, group.index(rank), step, index)
+            return right.stepped[index] + chosen["lr"] * (gradient(rank) - alone)
+
+        mistakes["it was stepped with the rank's own gradient"] = step_alone
     # The other mistakes are computed with one set of options for all parameters.
     if plan.groups:
         return mistakes
@@ -420,17 +432,6 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
             return right.stepped[index] + rate * (gradient(rank) - unchanged)
 
         mistakes["it was stepped with the gradient from before p.grad was changed"] = step_unchanged
-    is_assigned = run.scenario.variant == ASSIGNED.variant
-    is_seen_late = is_assigned or index in freezes_late(run.scenario)
-    is_seen_late |= pair_of(run.scenario, step) is not None
-    if is_seen_late and averages_gradients(run.scenario):
-
-        def step_alone(right: OptimizerStep, rank: int) -> torch.Tensor:
-            group = group_at(run, rank, step)
-            own = fed_gradient(run, group, group.index(rank), step, index)
-            return right.stepped[index] + rate * (gradient(rank) - own)
-
-        mistakes["it was stepped with the rank's own gradient"] = step_alone
     if averages_gradients(run.scenario) and run.scenario.variant == OWN.variant:
 
         def step_mixed_up(right: OptimizerStep, rank: int) -> torch.Tensor:
@@ -446,6 +447,18 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     if momentum:
         mistakes["momentum is lost"] = partial(step_with, options={"lr": rate})
     return mistakes
+
+
+def _written(plan: Setting, step: int, index: int) -> dict[str, Any]:
+    """Return the options that were written up to a step, to all groups or to a parameter's own."""
+    written: dict[str, Any] = {}
+    if plan.rates and plan.rates[step] is not None:
+        written["lr"] = plan.rates[step]
+    for earlier in sorted(plan.changes):
+        for place, changed in plan.changes[earlier].items():
+            if earlier <= step and index in plan.groups[place][0]:
+                written.update(changed)
+    return written
 
 
 def _step_in_dtype(
