@@ -14,6 +14,7 @@ from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_backwards import ASSIGNED, EARLY
+from conformance.scenarios.optimizer_clipping import CLIPPED
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
 from conformance.scenarios.optimizer_repeats import REPEATED_BFLOAT16
 from conformance.scenarios.optimizer_rests import RESTS_OF_ADAM
@@ -183,6 +184,12 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "averages",
             "gradients of another dtype than their parameters are not judged: this torch has no "
             "torch.Tensor.grad_dtype",
+        ),
+        (
+            "15.46",
+            having(partial(stepped, CLIPPED), "clips_not"),
+            "",
+            "it has no clip_grad_norm() or clip_grad_norm_() that takes a norm alone",
         ),
         (
             "10.1",
