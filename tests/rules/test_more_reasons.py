@@ -186,7 +186,7 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "torch.Tensor.grad_dtype",
         ),
         (
-            "15.46",
+            "15.44",
             having(partial(stepped, CLIPPED), "clips_not"),
             "",
             "it has no clip_grad_norm() or clip_grad_norm_() that takes a norm alone",
