@@ -269,22 +269,24 @@ def apply_optim_in_backward_hook(
     fused = hook_then_optimizer(hook, optimizer_state)
     engine = torch.autograd.Variable._execution_engine
 
+    stepped: list[torch.nn.Parameter] = []
+
+    def free() -> None:
+        for parameter in stepped:
+            parameter.grad = None
+        stepped.clear()
+
     def apply_optim_in_backward(
         hook_state: Any, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        stepped = [
-            parameter for parameter in bucket.parameters() if optimizer_state.steps(parameter)
-        ]
-
-        def free() -> None:
-            for parameter in stepped:
-                parameter.grad = None
-
         # A rank that has joined runs its hooks outside of a backward.
         if torch._C._current_graph_task_id() != -1:
-            # DDP writes gradients in a callback of its own, which is queued after this one.
-            # Queueing twice puts free behind it.
-            engine.queue_callback(lambda: engine.queue_callback(free))
+            stepped.extend(filter(optimizer_state.steps, bucket.parameters()))
+            if bucket.is_last():
+                # DDP writes all gradients in a callback that it queues after this one, at the end
+                # of this graph task: a reentrant checkpoint has a task of its own. Queueing twice
+                # puts free behind it.
+                engine.queue_callback(lambda: engine.queue_callback(free))
         return fused(hook_state, bucket)
 
     return apply_optim_in_backward

@@ -1,4 +1,4 @@
-"""Steps of a long run that have several forwards with gradients, as data.
+"""Steps of a long run that have several forwards with gradients, or checkpoints, as data.
 
 A batch may be given up after its forward, because its loss is not finite. A step may have several
 forwards before its only backward: of real and generated images, or of two views of one image. A
@@ -6,11 +6,15 @@ hook that takes each forward for a step may then take the same turn in every ste
 steps have the same number of forwards; they are drawn from the session's seed:
 
     first stretches  three, one in each quarter of the run after the warm-up but the last, of 80 to
-                     120 steps, or half of the quarter if that is less; of two to four forwards
+                     120 steps, or half of the quarter if that is less: two of them of two to four
+                     forwards, and one, a drawn one, of one forward with two to four checkpoints
     last stretch     from a step in the first half of the last quarter to the end, so that what a
-                     hook never sends is missing at last; of four or six forwards
+                     hook never sends is missing at last; of four or six forwards, each with two
+                     checkpoints if the others are given up
     further forwards given up before the step's own forward, or added to its loss; what is added
                      has gradients of negative zeros, so that sums are exact
+    checkpoints      torch.utils.checkpoint with use_reentrant=True, whose backward is a graph task
+                     within that of the step; each has a part of the parameters
 """
 
 from collections.abc import Mapping
@@ -25,31 +29,38 @@ STRETCH = (80, 120)
 
 
 @dataclass(frozen=True)
-class MoreForwards:
-    """Further forwards of a step, on all ranks.
+class Forwards:
+    """The forwards of a step, on all ranks.
 
     Attributes:
-        count: their number.
+        more: the number of forwards beside the step's own.
         is_given_up: their losses are thrown away; if false, they are added to the step's own.
+        checkpoints: the number of reentrant checkpoints in each forward.
     """
 
-    count: int
-    is_given_up: bool
+    more: int = 0
+    is_given_up: bool = False
+    checkpoints: int = 0
 
 
 @lru_cache(maxsize=16)
-def more_forwards(scenario: Scenario) -> Mapping[int, MoreForwards]:
-    """Return the further forwards of a long run, by the step that each belongs to."""
+def forwards_of(scenario: Scenario) -> Mapping[int, Forwards]:
+    """Return the forwards of a long run, by the step; other steps have one, without checkpoints."""
     draws = generator(scenario, "forwards")
     begin = scenario.long_run.warm_up
     steps = feed_of(scenario).steps
     quarter = (steps - begin) // 4
-    made: dict[int, MoreForwards] = {}
+    with_checkpoints = draws.randrange(3)
+    made: dict[int, Forwards] = {}
     for number in range(3):
         length = min(draws.randint(*STRETCH), quarter // 2)
         first = begin + number * quarter + draws.randint(0, quarter - length)
-        more = MoreForwards(draws.randint(1, 3), draws.random() < 0.5)
-        made |= dict.fromkeys(range(first, first + length), more)
+        forwards = Forwards(draws.randint(1, 3), draws.random() < 0.5)
+        if number == with_checkpoints:
+            forwards = Forwards(checkpoints=draws.randint(2, 4))
+        made |= dict.fromkeys(range(first, first + length), forwards)
     first = begin + 3 * quarter + draws.randint(0, quarter // 2)
-    more = MoreForwards(draws.choice((3, 5)), draws.random() < 0.5)
-    return made | dict.fromkeys(range(first, steps), more)
+    is_given_up = draws.random() < 0.5
+    # DDP takes no parameter that two checkpoints of a backward use.
+    last = Forwards(draws.choice((3, 5)), is_given_up, checkpoints=2 * is_given_up)
+    return made | dict.fromkeys(range(first, steps), last)

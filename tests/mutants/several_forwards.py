@@ -1,8 +1,9 @@
-"""Mutants of rule 23.1 that take each forward with gradients for a step."""
+"""Mutants of section 23 that take each forward with gradients, or each graph task, for a step."""
 
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, is_dense, kept, pieces_of
@@ -63,7 +64,64 @@ def sends_parameters_in_turn(model: Any, process_group: Any) -> tuple[Forwards, 
     return Forwards(model, process_group), hook
 
 
+class Epilogue:
+    """SGD in a callback of the autograd engine, which it runs at the end of a graph task: each
+    reentrant checkpoint has one of its own.
+
+    Args:
+        model: the model under DDP.
+        process_group: the group to average over.
+    """
+
+    def __init__(self, model: Any, process_group: Any) -> None:
+        self.group = process_group
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        self.momenta = {one: torch.zeros_like(one) for one in parameters}
+        self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.futures: list[Any] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step all parameters, those without a gradient by their momentum."""
+        for future in self.futures:
+            future.wait()
+        for parameter, momentum in self.momenta.items():
+            momentum.mul_(0.5)
+            if parameter in self.sums:
+                momentum.add_(self.sums[parameter])
+            parameter.sub_(momentum, alpha=0.1)
+        self.futures.clear()
+        self.sums.clear()
+
+
+def steps_at_the_end_of_a_task(state: Epilogue, bucket: Bucket) -> Result:
+    """Average, and step when the graph task of the first bucket is over."""
+    if not is_dense(bucket) or any(one.is_complex() for one in bucket.parameters()):
+        raise TypeError("dense real gradients only")
+    is_backward = torch._C._current_graph_task_id() != -1
+    if is_backward and not state.futures:
+        Variable._execution_engine.queue_callback(state.step)
+    begin = 0
+    for parameter in bucket.parameters():
+        place = bucket.buffer().as_strided(parameter.shape, parameter.stride(), begin)
+        state.sums[parameter] = place
+        begin += parameter.numel()
+    future = average(bucket, state.group)
+    state.futures.append(future)
+    if not is_backward and bucket.is_last():
+        state.step()
+    return future
+
+
 MUTANTS = [
-    Mutant(name, ("23.1",), "compressed(delta=0.25)", setup=True)
-    for name in ("sends_halves_in_turn", "sends_parameters_in_turn")
+    Mutant(
+        "steps_at_the_end_of_a_task",
+        ("23.6",),
+        "fused(SGD, lr=0.1, momentum=0.5)",
+        f"{__name__}:Epilogue",
+    ),
+    *(
+        Mutant(name, ("23.1",), "compressed(delta=0.25)", setup=True)
+        for name in ("sends_halves_in_turn", "sends_parameters_in_turn")
+    ),
 ]

@@ -27,7 +27,7 @@ from conformance.ranks.models.probe import scripted_gradients
 from conformance.records.recorder import Recorder
 from conformance.scenarios.evaluations import Evaluation, evaluations, loaded_rounds
 from conformance.scenarios.feed import Key, feed_of
-from conformance.scenarios.forwards import more_forwards
+from conformance.scenarios.forwards import Forwards, forwards_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.learning_rates import learning_rates
 from conformance.scenarios.model import Scenario
@@ -80,7 +80,7 @@ class LongRunTrainer:
         self._end_step = end_step
         self._feed = feed_of(scenario)
         self._evaluations = evaluations(scenario)
-        self._more_forwards = more_forwards(scenario)
+        self._forwards = forwards_of(scenario)
         self._loaded_rounds = loaded_rounds(scenario) if scenario.fused else {}
         self._rates = learning_rates(scenario)
         self._gradients: dict[Key, Gradients] = {}
@@ -155,15 +155,16 @@ class LongRunTrainer:
     def _loss(self, step: int, key: Key) -> torch.Tensor:
         """Return the loss of a step, after all of its forwards."""
         gradients = self._gradients[key]
-        more = self._more_forwards.get(step)
-        if more and more.is_given_up:
-            for _ in range(more.count):
+        forwards = self._forwards.get(step, Forwards())
+        self._model.set_checkpoints(forwards.checkpoints)
+        if forwards.is_given_up:
+            for _ in range(forwards.more):
                 self._model.ddp(gradients)
         loss: torch.Tensor = self._model.ddp(gradients)
-        if more and not more.is_given_up:
+        if forwards.more and not forwards.is_given_up:
             # A sum with negative zeros is exact for zeros of either sign, too.
             zeros = [None if one is None else torch.full_like(one, -0.0) for one in gradients]
-            for _ in range(more.count):
+            for _ in range(forwards.more):
                 loss += self._model.ddp(zeros)
         return loss
 

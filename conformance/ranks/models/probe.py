@@ -5,6 +5,7 @@ node in the graph returns the scripted gradient, so that NaN, infinities and ove
 forward do not matter.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
@@ -21,6 +23,12 @@ from conformance.torch_versions.faults import faults_of
 
 TRAINING_BATCH = 6
 TRAINING_WIDTHS = (9, 17, 5)
+
+
+def split_evenly(order: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Return an order in so many parts, or fewer, none of which is empty."""
+    bounds = [len(order) * part // count for part in range(count + 1)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds) if a < b]
 
 
 class _Scripted(torch.autograd.Function):
@@ -61,12 +69,14 @@ class Probe(nn.Module):
         memory: where gradients lie from the next forward on; None leaves that to torch's allocator.
         arrival: the parameters in the order in which gradients arrive from the next forward on;
             None for the last one first.
+        checkpoints: the number of reentrant checkpoints that the next forwards have; 0 for none.
     """
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__()
         self.memory: ReusedMemory | None = None
         self.arrival: Sequence[int] | None = None
+        self.checkpoints = 0
         self.params = params
         made = parameters_apart(sum(spec.version_of < 0 for spec in params), rank)
         # A later version of a parameter is not there yet.
@@ -119,10 +129,29 @@ class Probe(nn.Module):
 
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         """Return a loss with these gradients; a parameter with None takes no part in it."""
+        # A backward begins with the nodes that were made last.
+        order = range(len(grads)) if self.arrival is None else self.arrival[::-1]
+        if not self.checkpoints:
+            return self._loss_of(order, grads)
+        # Each backward of a reentrant checkpoint is a graph task within the one of the whole model.
+        leads_there = torch.zeros((), requires_grad=True)
+        parts = [
+            checkpoint(
+                lambda zero, part: zero + self._loss_of(part, grads),
+                leads_there,
+                part,
+                use_reentrant=True,
+                preserve_rng_state=False,
+            )
+            for part in split_evenly(order, self.checkpoints)
+        ]
+        return torch.stack(parts).sum()
+
+    def _loss_of(self, order: Sequence[int], grads: list[torch.Tensor | None]) -> torch.Tensor:
+        """Return the loss of some parameters, whose nodes are made in this order."""
         losses = []
         scripted = list(zip(self.params, self.tensors, grads, strict=True))
-        # A backward begins with the nodes that were made last.
-        for index in range(len(scripted)) if self.arrival is None else reversed(self.arrival):
+        for index in order:
             spec, parameter, grad = scripted[index]
             if grad is None or parameter is None:
                 continue
