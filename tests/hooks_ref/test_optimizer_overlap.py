@@ -3,18 +3,27 @@
 import copy
 import math
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from conformance.hosts.pool import Pool
 from conformance.records.run import Run
 from conformance.scenarios.hook import COLLECTIVE_RAISES, SPARSE, TRAINING
 from conformance.scenarios.model import Param, Scenario
-from hooks_ref.optimizer_overlap import OptimizerHookState, functional, hook_then_optimizer
+from hooks_ref.optimizer_overlap import (
+    OptimizerHookState,
+    apply_optim_in_backward_hook,
+    functional,
+    hook_then_optimizer,
+)
 from tests.hooks_ref.algorithms import (
     PARAMS,
     every,
@@ -442,3 +451,42 @@ def test_a_stepper_without_a_state_steps_but_is_not_saved() -> None:
     assert p.tolist() == [-1.0] * 3
     with pytest.raises(TypeError, match="Plain has no dict `state`"):
         state.state_dict()
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers, each in a reentrant checkpoint, whose backward is a graph task of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_frees_gradients_in_the_backward_of_checkpoints() -> None:
+    alone = Checkpointed()
+    model = DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=300 / 2**20)
+    state = OptimizerHookState(functional(torch.optim.SGD, lr=0.1))
+    model.register_comm_hook(None, apply_optim_in_backward_hook(state))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.full((2, 8), 1.0 + step, requires_grad=True)
+        model(x).square().mean().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.zero_grad()
+        alone(x).square().mean().backward()
+        optimizer.step()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
