@@ -28,7 +28,6 @@ VIEWS = by_short_rules(Case(ZERO_VIEWS, worlds=(2,), kind="optimizer"), ("15.16"
 # The MUST rules that fail for each, with a part of the cause or of the observation.
 FAILURES = {
     TORCHS: {
-        "15.7": "PostLocalSGDOptimizer.step() takes 1 positional argument but 2 were given",
         "15.14": "stepped with an earlier learning rate, 0.125",
     },
     VIEWS: {
