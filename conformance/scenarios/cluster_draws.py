@@ -60,9 +60,8 @@ def train_on_unequal_nodes(scenario: Scenario, numbers: random.Random) -> Scenar
     to 500,000, by the logarithm, each in a bucket of its own; 20 to 60 steps come before.
     """
     params = list(scenario.params)
-    for size in sizes_between(1_000, 30_000, 1, 1, numbers) + sizes_between(
-        30_000, 500_000, 1, 1, numbers
-    ):
+    for first, last in ((1_000, 30_000), (30_000, 500_000)):
+        (size,) = sizes_between(first, last, 1, 1, numbers)
         # The first parameter has fewer elements than there are ranks, and a bucket of its own.
         params.insert(numbers.randint(1, len(params)), Param((size,)))
     return replace(scenario, params=tuple(params), unrecorded_steps=numbers.randint(20, 60))

@@ -31,7 +31,7 @@ def learning_rates(scenario: Scenario) -> tuple[float, ...]:
     steps = feed_of(scenario).steps
     first = draws.uniform(0.05, 0.5)
     if scenario.fused:
-        # Never the claimed rate: a hook that reads the rate once has none of the two.
+        # Another one than claimed: a hook that reads the rate once keeps to neither.
         first = scenario.fused_rate * draws.uniform(1.25, 2.0)
     milestones = draws.sample(range(steps // 8, steps - steps // 8), MILESTONES)
     even = (falls - MILESTONES) / steps

@@ -1,6 +1,6 @@
 """Averagers beside their definition, simulated in one process, and beside torch's if it works."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -207,13 +207,6 @@ def test_arguments() -> None:
 
 def test_sizes_of_groups_may_repeat() -> None:
     assert hooks_ref.HierarchicalModelAverager({2: 2, 4: 2}).period_group_size_dict == {2: 2, 4: 2}
-
-
-@pytest.fixture
-def default_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("default_group")

@@ -3,14 +3,12 @@
 import copy
 import math
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -465,13 +463,6 @@ class Checkpointed(torch.nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=True)
         return x
-
-
-@pytest.fixture
-def default_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("default_group")

@@ -25,7 +25,7 @@ TRAINING_BATCH = 6
 TRAINING_WIDTHS = (9, 17, 5)
 
 
-def split_evenly(order: Sequence[int], count: int) -> list[Sequence[int]]:
+def _split_evenly(order: Sequence[int], count: int) -> list[Sequence[int]]:
     """Return an order in so many parts, or fewer, none of which is empty."""
     bounds = [len(order) * part // count for part in range(count + 1)]
     return [order[a:b] for a, b in itertools.pairwise(bounds) if a < b]
@@ -143,7 +143,7 @@ class Probe(nn.Module):
                 use_reentrant=True,
                 preserve_rng_state=False,
             )
-            for part in split_evenly(order, self.checkpoints)
+            for part in _split_evenly(order, self.checkpoints)
         ]
         return torch.stack(parts).sum()
 
