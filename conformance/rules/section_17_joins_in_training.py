@@ -19,11 +19,11 @@ from conformance.judging.oracles.join import (
 from conformance.judging.oracles.join_buffers import require_buffers
 from conformance.judging.oracles.join_clipping import Clipping
 from conformance.judging.oracles.join_counts import require_same_counts
-from conformance.judging.oracles.join_numbers import (
+from conformance.judging.oracles.join_gradients import require_gradients_of_trainers
+from conformance.judging.oracles.join_numbers import require_numbers
+from conformance.judging.oracles.join_states import (
     computed_states,
-    require_gradients_of_trainers,
     require_last_state,
-    require_numbers,
     require_replicas,
 )
 from conformance.judging.rule import rule

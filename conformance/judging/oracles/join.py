@@ -118,6 +118,16 @@ def members(run: Run) -> Iterator[Member]:
                 yield Member(rank, context, inputs, group)
 
 
+def contexts_of(run: Run) -> list[int]:
+    """Return the numbers of the contexts that the members of the run have entered."""
+    return sorted({member.context for member in members(run)})
+
+
+def members_of(run: Run, context: int) -> Iterator[Member]:
+    """Yield every rank of one context."""
+    return (member for member in members(run) if member.context == context)
+
+
 def parts(run: Run, count: int) -> Iterator[Run]:
     """Yield the records of ``count`` contexts at a time, and those of the first beside them.
 

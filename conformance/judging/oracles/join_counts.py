@@ -11,7 +11,7 @@ inputs. Uneven inputs without a raised count show which numbers all ranks hold a
 """
 
 from conformance.judging.oracles.join import members, raised
-from conformance.judging.oracles.join_numbers import require_replicas
+from conformance.judging.oracles.join_states import require_replicas
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.join_draws import (

@@ -20,8 +20,8 @@ So do elements and numbers that are not alike on all ranks after the join of the
 import itertools
 
 from conformance.judging.oracles.join import Member
-from conformance.judging.oracles.join_numbers import state_of
 from conformance.judging.oracles.join_parts import is_one_object, of_context
+from conformance.judging.oracles.join_states import state_of
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.join_part_draws import long_contexts, uneven_contexts

@@ -5,7 +5,7 @@ of its own, before the first context: as many as that context has inputs, from t
 joinable may refuse such a step by an error, on every rank.
 
 Gradients have the meaning that they have in the first context, in which inputs are even too: means
-or sums over all ranks. The bound is that of ``join_numbers``.
+or sums over all ranks. The bound is that of ``join_gradients``.
 
 State. Gradients are read when a step is over, and do not tell what the optimizer has used, nor with
 which parameters and buffers they were computed. The first context shows the state that steps keep
@@ -17,15 +17,15 @@ on all ranks of one context by chance.
 """
 
 from conformance.judging.oracles.join import Member, members
-from conformance.judging.oracles.join_numbers import (
+from conformance.judging.oracles.join_gradients import (
     NO_GRADIENTS,
     OTHER_GRADIENTS,
     fits,
     have_shapes,
     places_of,
-    state_of,
     ways,
 )
+from conformance.judging.oracles.join_states import state_of
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.joinable import lengths

@@ -24,8 +24,8 @@ not do.
 from itertools import pairwise
 
 from conformance.judging.oracles.join import Event, Member, members, raised
-from conformance.judging.oracles.join_numbers import state_of
 from conformance.judging.oracles.join_schedules import Traces, require_lasting_schedules, traced
+from conformance.judging.oracles.join_states import state_of
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES, THROWS

@@ -4,13 +4,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from conformance.ranks.drivers._hook_states import HookStates
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.cuda_graph import on, side_stream, train_captured
 from conformance.ranks.drivers.failing_models import FailingModels
@@ -136,6 +136,9 @@ class HookDriver(RankDriver):
         if self.scenario.order == "slow":
             self._observer.before_last = self.collectives.drain
         self._steps = StepRecorder(self.scenario, self.recorder, self.model, self._observer)
+        self._states = HookStates(
+            self.scenario, self.model, self.folder / str(self.rank), self.recorder, self.doing
+        )
         if self._streams:
             self._streams.install()
         self._clocks: Clocks | None = None
@@ -284,48 +287,25 @@ class HookDriver(RankDriver):
             self.model.wrap_anew(step, self.doing)
             options = self.scenario.ddp_options(self.scenario.ddp_number(step))
             self._observer.look_anew(are_views=options.gradient_as_bucket_view)
-        resume = self.scenario.resume
-        if step == 0 and resume.starts_over_at:
-            with self.doing("save_state"):
-                self.model.save(self._first_folder(makes=True))
-        if step and step == resume.rolls_back_at and not self._roll_back(self._own_folder):
-            return False
-        if step and step == resume.starts_over_at and not self._roll_back(self._first_folder()):
+        if not self._states.before_step(step):
             return False
         # The twin's steps belong to the subject as well.
         self._steps.before_step()
         # A hook may keep what it sees in its first call: on two groups, that of the larger one.
-        twin_is_last = bool(self.scenario.twin_groups)
-        if self.twin and not twin_is_last and not self.scenario.joint:
+        if self.twin and not self.scenario.joint and not self.scenario.twin_groups:
             self.twin.train(step, kind)
-        if self.model.case.on_step:
-            with self.doing("on_step"):
-                self.model.case.on_step(self._step_of_trainer(step))
-        if self.model.rescale:
-            for factor in self.scenario.rescales(step):
-                with self.doing("rescale"):
-                    self.model.rescale(factor)
+        self._call_before_forward(step)
         first_frozen = self.scenario.freezes_unused_from
         if first_frozen and step >= first_frozen:
             self.model.freeze_unused(self.size, step, kind)
         with self.doing("forward"):
-            *local, last = self.scenario.microbatch_weights
-            for weight in local:
-                with self.model.ddp.no_sync():
-                    self._loss(step, kind, weight).backward()
-            loss = self._loss(step, kind, last * self.model.scale)
-            if self.twin and self.scenario.joint:
-                loss = loss + self.twin.loss(step, kind)
+            loss = self._forward(step, kind)
             is_faulty = self._faults.before_backward(step)
             if self._streams:
                 self._streams.before_backward(step)
         if is_faulty:
-            with self.doing("backward"):
-                backward = partial(self._backward_and_call, loss)
-                if self._faults.run_backward(backward, self.model.parameters):
-                    return False
-                with self.doing(KIT):
-                    self._observer.after_backward()
+            if self._fail_in_backward(loss):
+                return False
         else:
             self._backward(loss)
             self._call_after_backward()
@@ -337,13 +317,42 @@ class HookDriver(RankDriver):
             self._steps.record_model(step)
         if not self.scenario.params:
             self.recorder.event("trained", loss=loss.item())
+        self._end_step(step, kind)
+        if self.scenario.observe.memory:
+            del loss  # its graph holds the step's tensors
+            self._steps.record_memory()
+        return True
+
+    def _call_before_forward(self, step: int) -> None:
+        """Make the calls that the case has the trainer make before a step's forward."""
+        if self.model.case.on_step:
+            with self.doing("on_step"):
+                self.model.case.on_step(self._states.step_of_trainer(step))
+        if self.model.rescale:
+            for factor in self.scenario.rescales(step):
+                with self.doing("rescale"):
+                    self.model.rescale(factor)
+
+    def _forward(self, step: int, kind: str) -> torch.Tensor:
+        """Train all micro-batches but the last, and return the loss of that one."""
+        *local, last = self.scenario.microbatch_weights
+        for weight in local:
+            with self.model.ddp.no_sync():
+                self._loss(step, kind, weight).backward()
+        loss = self._loss(step, kind, last * self.model.scale)
+        if self.twin and self.scenario.joint:
+            loss = loss + self.twin.loss(step, kind)
+        return loss
+
+    def _end_step(self, step: int, kind: str) -> None:
+        """Do what comes after the results of a step were recorded."""
         # The parameters of a probe stay as they are, unless the hook steps them.
         self.model.end_step(step)
         if self.scenario.renews_storage:
             self.model.renew_storage()
         if self.twin and self.scenario.joint:
             self.twin.end_step(step)
-        elif self.twin and twin_is_last:
+        elif self.twin and self.scenario.twin_groups:
             self.twin.train(step, kind)
         if self.scenario.order != "free":
             # The step's collectives end here, on all ranks: none is counted in the next step.
@@ -351,46 +360,7 @@ class HookDriver(RankDriver):
             self.recorder.event("sent", collectives=self.collectives.take_sent())
             self.barrier(f"drained/{step}")
         self._observer.at_rest()
-        if step == self.scenario.resume.saves_at - 1:
-            with self.doing("save_state"):
-                self.model.save(self._own_folder)
-        elif 0 < resume.rolls_back_at <= step:
-            # The same steps were made without it before: saving a state must change nothing.
-            with self.doing("save_state"):
-                self.model.take_state()
-        if self.scenario.observe.memory:
-            del loss  # its graph holds the step's tensors
-            self._steps.record_memory()
-        return True
-
-    @property
-    def _own_folder(self) -> Path:
-        return self.folder / str(self.rank)
-
-    def _first_folder(self, *, makes: bool = False) -> Path:
-        """Return the folder of the state from before the first step."""
-        folder = self._own_folder / "first"
-        if makes:
-            folder.mkdir()
-        return folder
-
-    def _roll_back(self, folder: Path) -> bool:
-        """Load the state that this process has saved; return False if it cannot be loaded."""
-        if not self.model.can_be_loaded:
-            self.recorder.event("cannot_roll_back")
-            return False
-        with self.doing("roll_back"):
-            self.model.load(folder, twice=True)
-        return True
-
-    def _step_of_trainer(self, step: int) -> int:
-        """Return the number of a step as the trainer counts it, which may have gone back."""
-        resume = self.scenario.resume
-        if resume.starts_over_at and step >= resume.starts_over_at:
-            step -= resume.starts_over_at
-        elif resume.rolls_back_at and step >= resume.rolls_back_at:
-            step -= resume.rolls_back_at - resume.saves_at
-        return step + self.scenario.unrecorded_steps
+        self._states.after_step(step)
 
     def _backward(self, loss: torch.Tensor) -> None:
         self._steps.before_backward()
@@ -403,6 +373,16 @@ class HookDriver(RankDriver):
                 # The results are recorded even if backward raised.
                 with self.doing(KIT):
                     self._observer.after_backward()
+
+    def _fail_in_backward(self, loss: torch.Tensor) -> bool:
+        """Run a backward in which a fault is injected; return whether it has ended the run."""
+        with self.doing("backward"):
+            backward = partial(self._backward_and_call, loss)
+            if self._faults.run_backward(backward, self.model.parameters):
+                return True
+            with self.doing(KIT):
+                self._observer.after_backward()
+        return False
 
     def _call_after_backward(self) -> None:
         """Make the trainer's call after backward, and record the gradients that it changes."""
@@ -566,6 +546,7 @@ class HookDriver(RankDriver):
         del self.model
         del self._observer
         del self._steps
+        del self._states
         self._registrations.hooks.clear()
         gc.collect()
         self.recorder.event("dropped", kept=model() is not None)

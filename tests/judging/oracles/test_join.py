@@ -8,7 +8,7 @@ import expecttest
 import pytest
 import torch
 
-from conformance.judging.oracles import join, join_loops, join_numbers
+from conformance.judging.oracles import join, join_gradients, join_loops, join_numbers, join_states
 from conformance.judging.oracles.join_buffers import require_buffers
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, IncompleteRecord, RankRecord
@@ -287,13 +287,13 @@ def test_numbers_of_joinables_are_described() -> None:
     whole = trained()
     whole.ranks[0].tensors["0/0/local/p0"] = torch.tensor([1, 3])
     for records, require in (
-        (flat, join_numbers.require_gradients_of_trainers),
+        (flat, join_gradients.require_gradients_of_trainers),
         (whole, join_numbers.require_numbers),
-        (infinite, join_numbers.require_gradients_of_trainers),
-        (neither, partial(join_numbers.require_gradients_of_trainers, presumed=True)),
-        (trained(grad=5.0), join_numbers.require_gradients_of_trainers),
-        (trained(left), join_numbers.require_replicas),
-        (trained(left), join_numbers.require_last_state),
+        (infinite, join_gradients.require_gradients_of_trainers),
+        (neither, partial(join_gradients.require_gradients_of_trainers, presumed=True)),
+        (trained(grad=5.0), join_gradients.require_gradients_of_trainers),
+        (trained(left), join_states.require_replicas),
+        (trained(left), join_states.require_last_state),
     ):
         found = Found()
         require(records, found)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import expecttest
 import torch
 
-from conformance.judging.oracles.join_numbers import OTHER_GRADIENTS
+from conformance.judging.oracles.join_gradients import OTHER_GRADIENTS
 from conformance.judging.oracles.join_outside import outside_step, require_outside
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event
