@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 class Remembers:
     """Average as often as claimed; keep the last 100 norms, and a log that is emptied now and then.
 
-    A table is made late in the run.
+    A table is made late in the run. A history for reports has room for more calls than the run.
     """
 
     def __init__(self, process_group: Any, period: int) -> None:
@@ -25,6 +25,7 @@ class Remembers:
         self.period = period
         self.step = 0
         self.norms: deque[Tensor] = deque(maxlen=100)
+        self.history: deque[dict[str, int]] = deque(maxlen=1000)
         self.log: list[int] = []
         self.table: Tensor | None = None
 
@@ -33,6 +34,7 @@ class Remembers:
         due = not self.step % self.period
         self.step += 1
         self.log.append(self.step)
+        self.history.append({"step": self.step, "due": due})
         if len(self.log) == 90:
             self.log = []
         if self.step == 300:

@@ -8,7 +8,8 @@ The records have counts of objects before 41 steps that are evenly spaced over t
 from there on the count is always larger than ever before. An object that is made now and then, a
 buffer that changes its size and a list that is emptied now and then have no rise, but for the last
 place, which has no later ones. A cache, or a history of bounded length, has rises until it is full.
-It has two thirds of the run for this. In the last third one rise is allowed: for an object that is
+It has two thirds of the run for this; what a ``deque`` with a ``maxlen`` up to 4096 alone holds is
+not counted. In the last third one rise is allowed: for an object that is
 made late, or for the last place. Two are a defect. So is one, if the last two thirds have two to
 four rises: something that comes slowly, where a cache that fills would come in more places.
 

@@ -9,6 +9,7 @@ not: the C library's caches drift by half a KiB a step.
 
 import gc
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +26,9 @@ _READINGS = 4  # more than one, if tensors have grown
 # Beyond so many nodes a graph is not followed: a right step has less than a tenth.
 _MOST_NODES = 20_000
 _CONTAINERS = (list, dict, set, deque, bytearray)
+# A history of so many entries is full after some thousand steps, and a long run has some hundred.
+_LONGEST_HISTORY = 4096
+_LONGEST_ENTRY = 32
 
 
 class KeptRecorder:
@@ -76,7 +80,8 @@ class KeptRecorder:
 def kept(keepers: Iterable[object] = ()) -> dict[str, int]:
     """Return what is in use after garbage has been collected, without frozen objects.
 
-    Containers and tensors that ``keepers`` hold are left out.
+    Containers and tensors that ``keepers`` hold are left out, and the entries of histories: what a
+    deque of bounded length holds, and nothing else.
 
     - ``tensors``: tensors that Python can reach;
     - ``bytes``: the bytes of their storages;
@@ -90,18 +95,20 @@ def kept(keepers: Iterable[object] = ()) -> dict[str, int]:
     gc.collect()
     gc.collect()
     memory = process_state.allocated()
-    inside = _held_by(keepers)
+    # First of all: a list of all objects would be another owner of the entries.
+    entries = _entries_of_histories()
+    inside = {**_held_by(keepers), **entries}
     everything = [item for item in gc.get_objects() if id(item) not in inside]
     # isinstance() would read ``__class__``, which raises for a dead weakref.proxy.
     tensors = [item for item in everything if issubclass(type(item), torch.Tensor)]
     # The collector does not know dicts of numbers and strings: their owners have to name them.
     referents = gc.get_referents(*everything)
     unknown = {id(item): item for item in referents if issubclass(type(item), (dict, bytearray))}
-    own = {id(everything), id(tensors), id(referents), id(inside), *inside}
+    own = {id(everything), id(tensors), id(referents), id(entries), id(inside), *inside}
     containers = {
         id(item): item
         for item in (*everything, *unknown.values())
-        if issubclass(type(item), _CONTAINERS) and id(item) not in own
+        if issubclass(type(item), _CONTAINERS) and id(item) not in own and not _is_history(item)
     }
     storages = {}
     for tensor in tensors:
@@ -118,6 +125,33 @@ def kept(keepers: Iterable[object] = ()) -> dict[str, int]:
         "files": len(process_state.files_left()),
         "memory": memory,
     }
+
+
+def _is_history(item: object) -> bool:
+    """Whether an object is a deque that drops its oldest entry for a new one."""
+    return type(item) is deque and item.maxlen is not None and item.maxlen <= _LONGEST_HISTORY
+
+
+def _entries_of_histories() -> dict[int, object]:
+    """Return what histories alone hold, by id: their entries, and small things in these."""
+    found: dict[int, object] = {}
+    waiting: list[object] = [item for item in gc.get_objects() if _is_history(item)]
+    while waiting:
+        held = gc.get_referents(waiting.pop())
+        while held:
+            item = held.pop()
+            # Its owner, ``item`` and the argument of the call; the collector's list has gone.
+            if sys.getrefcount(item) <= 3 and _is_small(item):
+                found[id(item)] = item
+                waiting.append(item)
+    return found
+
+
+def _is_small(item: Any) -> bool:
+    """Whether an object is no container or tensor that could grow in its place, and no graph."""
+    if issubclass(type(item), torch.Tensor):
+        return item.numel() <= _LONGEST_ENTRY and item.grad_fn is None
+    return _length(item) <= _LONGEST_ENTRY
 
 
 def _held_by(keepers: Iterable[object]) -> dict[int, object]:
