@@ -18,12 +18,14 @@ class _Event:
     seconds: float
 
 
-_shared: list[int] = []
+class _OneList:
+    """Every entry is one list; it is made late, since older objects may be frozen."""
 
-
-def _of_shared_list(step: int) -> list[int]:
-    _shared.append(step)
-    return _shared
+    def __call__(self, step: int) -> list[int]:
+        if step == 0:
+            self.values: list[int] = []
+        self.values.append(step)
+        return self.values
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def _of_shared_list(step: int) -> list[int]:
     [
         (1000, lambda step: _Event(step, 1.0), set()),
         (1000, lambda step: {"steps": [step], "norm": torch.ones(3)}, set()),
-        (1000, _of_shared_list, {"entries"}),
+        (1000, _OneList(), {"entries"}),
         (1000, lambda step: torch.ones(1000), {"tensors", "bytes"}),
         (1000, lambda step: [step] * 100, {"objects", "entries"}),
         (10**6, lambda step: _Event(step, 1.0), {"objects", "entries"}),
