@@ -180,7 +180,8 @@ def _require_same_bits(run: Run, claims: Claims, found: Found) -> None:
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter is averaged once, whether it comes in a list, in an iterator that can be read
     once, or in an optimizer's groups; also if two groups have it, or if the learning rate of its
-    group is zero.
+    group is zero. An averager that is made with the parameters gets them in such an iterator, too,
+    as model.parameters() is one; in a list, if that raises an error.
 
     A drawn half of the parameters is of a subclass of ``torch.nn.Parameter``, as
     packages for quantized or adapted weights have them. A frozen parameter, at a drawn place, is

@@ -133,11 +133,15 @@ def post_local_sgd(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, ZeroRedundancyOptimizer: broadcasts, to keep all replicas in the "
     "same state",
     remedy="local computation after the step: the result of one rank's step has to be sent from "
-    "there to all",
+    "there to all; params that are read twice: make a list of them first",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """On random gradients the ranks of a group hold the same bits: with an averager after each
-    average, without one after each step. Parameters are right up to roundings."""
+    average, without one after each step. Parameters are right up to roundings.
+
+    ``params`` is an iterator that can be read once, as model.parameters() is one; a list, if that
+    raises an error.
+    """
     require_right(run, found)
     if run.world == 1:
         found.does_not_apply("there is one rank")
@@ -172,8 +176,9 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter group is stepped with its own learning rate, momentum and weight decay, a
     group from add_param_group from its next step on; parameters in no group keep their values.
     Options that a group leaves out, an added one too, are those of the construction. The
-    user's own entries in a group, such as a name, stay there. The group from add_param_group has
-    its parameters as an iterator, as model.head.parameters() is one, which can be read once.
+    user's own entries in a group, such as a name, stay there. The groups come in an iterator, or in
+    a list if that raises an error. The group from add_param_group has its parameters as an
+    iterator, as model.head.parameters() is one, which can be read once.
     Before drawn steps, zero_grad() of the optimizer clears the gradients of all groups."""
     require_right(run, found)
     require_own_entries(run, found)

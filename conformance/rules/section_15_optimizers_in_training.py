@@ -390,7 +390,9 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 )
 def many_groups(run: Run, claims: Claims, found: Found) -> None:
     """With 12 to 40 parameter groups each parameter is stepped with the options of its own group,
-    and with those of the construction that its group leaves out.
+    and with those of the construction that its group leaves out. A group of one parameter has the
+    parameter itself in place of a list, as torch's optimizers take it; a list, if that raises an
+    error.
 
     The number of groups, their parameters and their options are drawn from the session's seed.
     """

@@ -63,6 +63,9 @@ GROUPS = replace(
     variant="groups",
 )
 
+# Parameters, or groups, come as an iterator: ``model.parameters()`` can be read once.
+READ_ONCE = (RANDOM.name, GROUPS.name)
+
 SCHEDULED = replace(
     PLAIN,
     name="optimizer_scheduled",

@@ -159,6 +159,7 @@ class Sharded(Joinable):
         params = list(params)
         self.param_groups: Groups = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
+        groups = [{**group, "params": self.listed(group["params"])} for group in groups]
         self.local = optimizer_class([self.share(group) for group in groups], **defaults)
         self.param_groups = [
             {**mine, "params": list(group["params"])}
@@ -191,6 +192,10 @@ class Sharded(Joinable):
 
     def owner(self, index: int) -> int:
         return index % self.size
+
+    def listed(self, params: Any) -> list[torch.nn.Parameter]:
+        """Return the parameters of a group; torch takes one in place of a list of one."""
+        return [params] if isinstance(params, torch.Tensor) else list(params)
 
     def share(self, group: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -399,7 +399,8 @@ class BySlices:
         return list(self.inner.param_groups)
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
-        wholes = list(group["params"])
+        given = group["params"]
+        wholes = [given] if isinstance(given, torch.Tensor) else list(given)
         self.wholes.append(wholes)
         return {
             **group,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.averager import FORMS
 from conformance.scenarios.averager_loops import Overflow, is_of_subclass
 from conformance.scenarios.averager_training import IDLE
@@ -61,6 +62,25 @@ def frozen(params: Parameters) -> Iterator[None]:
     finally:
         for parameter, requires in zip(params, required, strict=True):
             parameter.requires_grad_(requires)
+
+
+def make_of_either(
+    driver: RankDriver,
+    make: Callable[..., Any],
+    rare: Callable[[], Any],
+    usual: Callable[[], list[Any]],
+) -> Any:
+    """Return what ``make`` makes of ``params`` in a rare form or, if that raises, in the usual one.
+
+    A trainer sees the error at once. It is no defect: ``params`` may have to be a list.
+    """
+    activity = driver.activity
+    try:
+        return make(params=rare)
+    except Exception as error:
+        driver.activity = activity
+        driver.recorder.event("takes_lists", why=f"{type(error).__name__}: {error}"[:300])
+    return make(params=usual)
 
 
 class Given:

@@ -2,19 +2,21 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._given_parameters import make_of_either
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_backwards import give_gradient_dtypes
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import RankDriver
-from conformance.scenarios.optimizer import Setting
-from conformance.scenarios.optimizer_training import USER_OPTIMIZER, wrapped_class
+from conformance.scenarios.optimizer import READ_ONCE, Setting
+from conformance.scenarios.optimizer_training import MANY_GROUPS, USER_OPTIMIZER, wrapped_class
 
 # The kit chooses these options, since the right values of parameters depend on them.
 _CHOSEN_BY_KIT = ("lr", "momentum", "weight_decay")
@@ -97,18 +99,34 @@ class Construction:
             options={name: self._setting.options[name] for name in taken},
             takes_any=bool({"optim", "optimizer_class"} & names),
         )
-        made = self._driver.make(
+        make = partial(
+            self._driver.make,
             lambda target: replace(target, kwargs={**passed_on, **target.kwargs}),
-            params=lambda: self._first_groups() if is_grouped else list(self._params),
             optimizer_class=lambda: inner,
             optim=lambda: inner(self._first_groups() if is_grouped else self._params, **options),
             averager=lambda: self._averager,
             **{name: (lambda value=value: value) for name, value in options.items()},
         )
+
+        def given() -> list[Any]:
+            return self._first_groups() if is_grouped else list(self._params)
+
+        is_rare = self._driver.scenario.name in (*READ_ONCE, MANY_GROUPS.name)
+        if is_rare and "params" in names:
+            made = make_of_either(self._driver, make, partial(self._rarely, given), given)
+        else:
+            made = make(params=given)
         if not callable(getattr(made, "step", None)):
             name = type(made).__name__
             raise TargetError(f"an optimizer wrapper has a method step(); {name} has none")
         return made
+
+    def _rarely(self, given: Callable[[], list[Any]]) -> Any:
+        """Return the parameters, or the groups, in the form that few trainers have."""
+        if self._driver.scenario.name in READ_ONCE:
+            return iter(given())
+        # torch takes the parameter itself for a list of one.
+        return [{**group, "params": _one_or_all(group["params"])} for group in given()]
 
     def group(self, number: int) -> dict[str, Any]:
         """Return one parameter group."""
@@ -154,3 +172,7 @@ class Construction:
             dtype = torch.float64 if is_divided else torch.float32
             given["lr"] = torch.tensor(given["lr"], dtype=dtype)
         return given
+
+
+def _one_or_all(params: list[torch.nn.Parameter]) -> torch.nn.Parameter | list[torch.nn.Parameter]:
+    return params[0] if len(params) == 1 and params[0].dim() else params

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -21,14 +22,16 @@ from conformance.ranks.drivers._given_parameters import (
     give_gradients,
     give_subclasses,
     gradient_of,
+    make_of_either,
 )
 from conformance.ranks.drivers._models_in_turn import count_models
 from conformance.ranks.drivers._parameters_left import parameters_left
+from conformance.ranks.drivers._trainee import Trainee
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import Probe
-from conformance.scenarios.averager import PLAIN
+from conformance.scenarios.averager import FORMS, PLAIN
 from conformance.scenarios.averager_loops import is_grad_mode_off, overflow
 from conformance.scenarios.averager_training import (
     ADDED,
@@ -70,38 +73,6 @@ class _Call:
 
     grad_mode_changed: bool
     form_changes: list[str]
-
-
-@dataclass
-class Trainee:
-    """A model and its averager.
-
-    Attributes:
-        params: the parameters of the model.
-        group: the process group.
-        ranks: the global ranks of the group.
-        place: of this rank in the group.
-        averager: the subject.
-        buffers: the parameters are views of these, if the scenario has any.
-        takes_params: the averager was given the parameters when it was made.
-        was_loaded: a state was loaded after the last recorded call.
-        kept: the values of the parameters after the last recorded call.
-    """
-
-    params: Parameters
-    group: Any
-    ranks: tuple[int, ...]
-    place: int
-    buffers: FlatBuffers | None = None
-    averager: Any = None
-    takes_params: bool = False
-    was_loaded: bool = False
-    kept: list[torch.Tensor] = field(default_factory=list)
-
-    def take_params(self) -> Parameters:
-        """Return the parameters for the averager to be made with."""
-        self.takes_params = True
-        return list(self.params)
 
 
 class AveragerDriver(RankDriver):
@@ -222,13 +193,19 @@ class AveragerDriver(RankDriver):
             for index, parameter in enumerate(trainee.params):
                 parameter.copy_(self._values(self._first_source(ranks, index), index))
                 parameter.requires_grad_(not is_frozen(self.scenario, 0, index))
-        trainee.averager = self.make(
-            params=trainee.take_params,
+        make = partial(
+            self.make,
             averager=lambda: None,
             process_group=lambda: group if self._names_group else None,
             rank=lambda: trainee.place,
             world_size=lambda: len(ranks),
         )
+        if self.scenario.name == FORMS.name and self.target().names("params"):
+            trainee.averager = make_of_either(
+                self, make, lambda: iter(trainee.take_params()), trainee.take_params
+            )
+        else:
+            trainee.averager = make(params=trainee.take_params)
         if not callable(getattr(trainee.averager, "average_parameters", None)):
             raise TargetError(
                 "an averager has a method average_parameters(params); "
