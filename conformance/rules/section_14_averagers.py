@@ -408,12 +408,13 @@ def like_reference(run: Run, claims: Claims, found: Found) -> None:
     averager has a context ``applied(params)``, it restores the parameters when it ends.
 
     This context writes the averages into the parameters. It restores them also if an error,
-    KeyboardInterrupt, SystemExit or another BaseException ends it. Gradients and ``requires_grad``
-    are then as before, and within the context ``state_dict()`` is the same as before. The context
-    gets a list of parameters, or an iterator or groups, which it may refuse with an error. In some
-    steps no parameter requires a gradient when the context begins. If one context is nested in
-    another, parameters are the averages until the outer one ends, unless an error refuses the inner
-    one. After ``load_state_dict()`` the context writes the loaded averages at once.
+    KeyboardInterrupt, SystemExit or another BaseException ends it. Strides, gradients and
+    ``requires_grad`` are then as before, views of a buffer still are views of it, and within the
+    context ``state_dict()`` is the same as before. The context gets a list of parameters, or an
+    iterator or groups, which it may refuse with an error. In some steps no parameter requires a
+    gradient when the context begins. If one context is nested in another, parameters are the
+    averages until the outer one ends, unless an error refuses the inner one. After
+    ``load_state_dict()`` the context writes the loaded averages at once.
 
     The bound is one for each element; ``oracles/averager_like.py`` derives it. If ranks lack
     gradients, the averager may leave out other parameters than the reference, but ranks that agree

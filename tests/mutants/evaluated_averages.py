@@ -122,6 +122,41 @@ class EmaIgnoresEmptyStates(Ema):
             self.average = [kept.clone() for kept in saved["average"]]
 
 
+class _InAVector(_Applied):
+    """Write values as ``vector_to_parameters`` does: parameters are contiguous views then."""
+
+    @torch.no_grad()
+    def _set(self, values):
+        vector = torch.cat([value.reshape(-1).to(torch.float64) for value in values])
+        for parameter, part in zip(
+            self.params, vector.split([value.numel() for value in values]), strict=True
+        ):
+            parameter.data = part.view(parameter.shape).to(parameter.dtype)
+
+
+class EmaInAVector(Ema):
+    """Swap the weights by one vector."""
+
+    def applied(self, params):
+        return _InAVector(self.chosen(params), self.average)
+
+
+class _InNewMemory(_Applied):
+    """Put copies of the same strides in place of the parameters' own memory."""
+
+    @torch.no_grad()
+    def _set(self, values):
+        for parameter, value in zip(self.params, values, strict=True):
+            parameter.data = torch.empty_like(parameter).copy_(value)
+
+
+class EmaInNewMemory(Ema):
+    """Swap the weights by new tensors: a flat buffer of the trainer no longer has them."""
+
+    def applied(self, params):
+        return _InNewMemory(self.chosen(params), self.average)
+
+
 class DiLoCoKeepsMomentum(DiLoCo):
     """Keep the momentum of parameters that a loaded state does not have."""
 
@@ -142,7 +177,10 @@ SLOW = {"claims": "like(EMAModelAverager, decay=0.5)", **OF}
 MUTANTS = [
     *(
         Mutant(name, ("14.12",), **EMA)
-        for name in ("EmaOfUnfrozen", "EmaOfTrainedModels", "EmaOfPlainLists", "EmaOfFirstGroup")
+        for name in (
+            *("EmaOfUnfrozen", "EmaOfTrainedModels", "EmaOfPlainLists", "EmaOfFirstGroup"),
+            *("EmaInAVector", "EmaInNewMemory"),
+        )
     ),
     *(
         Mutant(name, ("14.15",), **EMA)

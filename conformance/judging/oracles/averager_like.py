@@ -33,6 +33,7 @@ is, and the bound holds where it is.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ from conformance.judging.oracles.averager_of_thawed import may_be_none, other_av
 from conformance.judging.oracles.averager_records import calls, fed_to, group_at, same
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.averager import COLUMNS, FLAT
 from conformance.scenarios.averager_training import ADDED, CHANGING, IDLE, is_given, turn
 from conformance.scenarios.averager_values import has_gradient, is_of_integers
 from conformance.scenarios.averaging_schedule import HELD, QUIET
@@ -264,6 +266,7 @@ def require_restored(run: Run, found: Found) -> None:
                 f"{', '.join(f'p{index}' for index in event['changed'])}",
                 cause,
             )
+            _require_same_memory(run, found, rank.rank, event, how)
             others = event.get("changed_gradients", [])
             found.require(
                 not others,
@@ -287,6 +290,28 @@ def require_restored(run: Run, found: Found) -> None:
                 "averages and parameters have changed places: a state that is saved while the "
                 "averages are evaluated has the wrong ones",
             )
+
+
+def _require_same_memory(
+    run: Run, found: Found, rank: int, event: dict[str, Any], how: str
+) -> None:
+    """Require strides as before an evaluation and, of views of a buffer, the memory, too."""
+    place = f"rank {rank}, step {event['step']}"
+    after = f"after {how} of an evaluation inside applied()"
+    strides = ", ".join(f"p{index}" for index in event["strides_changed"])
+    found.require(
+        not strides,
+        f"the same strides as before, {after}",
+        f"{place}: others of {strides}",
+        "a view of a vector in parameter.data: write the values with parameter.copy_()",
+    )
+    moved = ", ".join(f"p{index}" for index in event["moved"])
+    found.require(
+        not moved or run.scenario.variant not in (FLAT.variant, COLUMNS.variant),
+        f"the parameters as views of the trainer's buffer, {after}",
+        f"{place}: {moved} in other memory",
+        "another tensor in parameter.data: write the values with parameter.copy_()",
+    )
 
 
 def require_nested(run: Run, found: Found) -> None:

@@ -97,6 +97,8 @@ class EvaluatedAverages:
         driver = self._driver
         has_begun = False
         before = copies(self._params)
+        strides = [parameter.stride() for parameter in self._params]
+        memory = [parameter.data_ptr() for parameter in self._params]
         gradients = self._gradients()
         state = self._state()
         is_same_state = True
@@ -137,6 +139,8 @@ class EvaluatedAverages:
             swallowed=end.__name__ if end and is_swallowed else "",
             nests=nests,
             changed=changed_values(self._params, before),
+            strides_changed=[i for i, p in enumerate(self._params) if p.stride() != strides[i]],
+            moved=[i for i, p in enumerate(self._params) if p.data_ptr() != memory[i]],
             changed_gradients=[index for index, (now, kept) in pairs if now != kept],
             same_state=is_same_state,
         )
