@@ -53,8 +53,9 @@ def _require_results(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source=f"{_TORCHRUN}; Thakur, Rabenseifner and Gropp, Optimization of Collective Communication "
     "Operations in MPICH, section 4.5: what a number of ranks that is no power of two needs",
-    remedy="means of the nodes' means; LOCAL_WORLD_SIZE of this node for all nodes; recursive "
-    "halving or doubling without the ranks that are left over; a ring or a tail at odd sizes",
+    remedy="means of the nodes' means, also for some dtypes or sizes alone; LOCAL_WORLD_SIZE of "
+    "this node for all nodes; recursive halving or doubling without the ranks that are left over; "
+    "a ring or a tail at odd sizes",
 )
 def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Five or seven ranks on two or three nodes, not all of the same size, get the right result
@@ -67,11 +68,12 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     instructions of the processor; variables of SLURM, and of a network, differ from node to node,
     too (``ranks/node_variables.py``). A rank must not choose by these alone. One of
     the parameters has a prime number of elements from 257 to 1019. Unless results are lossy or
-    parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, and 20
-    to 60 steps come before those on record. Compression without feedback
-    gets steps in which one rank's gradients are far larger than those of the others, here and in
-    24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes meet
-    within 24 steps, and get the mean over all ranks at a claimed period.
+    parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, 20 to 60
+    steps come before those on record, and there are parameters of float16, bfloat16 and float64
+    with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. Compression without
+    feedback gets steps in which one rank's gradients are far larger than those of the others, here
+    and in 24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes
+    meet within 24 steps, and get the mean over all ranks at a claimed period.
     """
     _require_results(run, claims, found)
 
@@ -85,11 +87,13 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source=f"{_TORCHRUN}; fairscale#132, hivemind#440: equal on two ranks, different on more",
     remedy="the first rank of a node that keeps the result; trees of a fixed depth; tables, "
-    "buffers and tags for four ranks; sums in a dtype that overflows",
+    "buffers and tags for four ranks; sums in a dtype that overflows; a buffer that the pieces of a "
+    "large bucket share",
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims. Lossy hooks run on 12 ranks, whose sums may need more bits, and those without
+    subject's claims. The parameters are those of 24.1, but that the largest one has 80,000 to
+    260,000 elements. Lossy hooks run on 12 ranks, whose sums may need more bits, and those without
     feedback on 10. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
     """
     _require_results(run, claims, found)
@@ -136,7 +140,8 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
 
     The ranks of the larger group have two different distances or more, such as 0, 1, 3 and 4. The
     nodes have two ranks each, or three: the larger group has unequally many of them, as if others
-    evaluate, and the smaller group leaves a whole node out.
+    evaluate, and the smaller group leaves a whole node out. Unless results are lossy or parameters
+    are stepped, there are the parameters of other dtypes than float32 that 24.1 has.
 
     Under ``local`` all ranks of a group meet within 24 steps, in each of 24 buckets, and get its
     mean at a claimed period. A partner that follows the count of calls is the same in each step if

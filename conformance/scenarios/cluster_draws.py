@@ -52,19 +52,39 @@ def _draw_unequal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
     return _draw_size(replace(scenario, size=size, nodes=nodes), numbers)
 
 
-def train_on_unequal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Return ``unequal_nodes`` with larger parameters, and with steps that leave no record before.
+def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Return a scenario of a cluster with parameters of other dtypes, and with nodes also with
+    larger ones and with steps that leave no record before.
 
     A hook may send small buckets, or all of them in its first steps, by the collective of all
-    ranks, and others node by node. One parameter has 1,000 to 30,000 elements, another one 30,000
-    to 500,000, by the logarithm, each in a bucket of its own; 20 to 60 steps come before.
+    ranks, and others node by node, piece by piece. It may take another path for half precision,
+    too. On nodes one parameter has 1,000 to 30,000 elements, another one 30,000 to 500,000, on
+    equal nodes 80,000 to 260,000, by the logarithm, each in a bucket of its own; 20 to 60 steps
+    come before.
     """
     params = list(scenario.params)
-    for first, last in ((1_000, 30_000), (30_000, 500_000)):
-        (size,) = sizes_between(first, last, 1, 1, numbers)
+    larger = []
+    if scenario.size:
+        # The results of eight ranks take long to judge if they are not kept (``MOST_KEPT``).
+        largest = (80_000, 260_000) if len(set(scenario.nodes)) == 1 else (30_000, 500_000)
+        for first, last in ((1_000, 30_000), largest):
+            (size,) = sizes_between(first, last, 1, 1, numbers)
+            larger.append(Param((size,)))
+        scenario = replace(scenario, unrecorded_steps=numbers.randint(20, 60))
+    for spec in (*larger, *_of_other_dtypes(numbers)):
         # The first parameter has fewer elements than there are ranks, and a bucket of its own.
-        params.insert(numbers.randint(1, len(params)), Param((size,)))
-    return replace(scenario, params=tuple(params), unrecorded_steps=numbers.randint(20, 60))
+        params.insert(numbers.randint(1, len(params)), spec)
+    return replace(scenario, params=tuple(params))
+
+
+def _of_other_dtypes(numbers: random.Random) -> list[Param]:
+    """Draw four parameters: of float16, bfloat16 and float64 with 1 to 300 elements, and one of a
+    half dtype with 1,000 to 30,000, by the logarithm.
+    """
+    sizes = [sizes_between(1, 300, 1, 1, numbers)[0] for _ in range(3)]
+    (large,) = sizes_between(1_000, 30_000, 1, 1, numbers)
+    dtypes = ("float16", "bfloat16", "float64", numbers.choice(("float16", "bfloat16")))
+    return [Param((size,), dtype) for size, dtype in zip((*sizes, large), dtypes, strict=True)]
 
 
 def _draw_equal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:

@@ -11,7 +11,7 @@ from conformance.judging.oracles.lossy import (
     ONE_WORLD_SCENARIOS,
 )
 from conformance.scenarios import process
-from conformance.scenarios.cluster_draws import train_on_unequal_nodes
+from conformance.scenarios.cluster_draws import train_in_cluster
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS, UNUSED_GROUPS
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
@@ -83,10 +83,9 @@ from conformance.subjects.claims import (
 )
 from conformance.subjects.kinds import KINDS
 
+_IN_CLUSTERS = tuple(s.name for s in (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS))
 # The scenarios in which local results are watched until all ranks have met.
-_MIXING = tuple(
-    s.name for s in (VALUES, BUCKETS, ACCUMULATED, UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS)
-)
+_MIXING = (VALUES.name, BUCKETS.name, ACCUMULATED.name, *_IN_CLUSTERS)
 
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
@@ -181,9 +180,9 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name == UNEQUAL_NODES.name and not (claims.lossy or claims.fused)
+            scenario.name in _IN_CLUSTERS and not (claims.lossy or claims.fused)
         ),
-        lambda scenario, claims: train_on_unequal_nodes(scenario, generator(scenario, "training")),
+        lambda scenario, claims: train_in_cluster(scenario, generator(scenario, "training")),
         "lossy hooks take too many steps for parameters of these sizes, and those of fused hooks "
         "are followed from the first step on",
     ),

@@ -76,6 +76,32 @@ def half_between_nodes(state: Nodes, bucket: Bucket) -> Result:
     return completed(buffer)
 
 
+_PIECE = 1 << 15
+
+
+def half_sums_in_pieces(state: Nodes, bucket: Bucket) -> Result:
+    """Sum piece by piece, each in memory of its own; those of half precision are sums in float32
+    within a node, and in their own dtype between nodes.
+    """
+    buffer = dense(bucket)
+    under_way = []
+    for piece in buffer.split(_PIECE):
+        is_half = piece.dtype in (torch.float16, torch.bfloat16)
+        wide = piece.float() if is_half else piece.clone()
+        dist.all_reduce(wide, group=state.node)
+        part = wide.to(piece.dtype)
+        work = None
+        if state.leaders is not None:
+            work = dist.all_reduce(part, group=state.leaders, async_op=True)
+        under_way.append((piece, part, work))
+    for piece, part, work in under_way:
+        if work is not None:
+            work.wait()
+        piece.copy_(part.div_(state.group.size()))
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
+    return completed(buffer)
+
+
 class Shards:
     """The ranks of WORLD by node and place on the node, by the variables alone.
 
@@ -272,6 +298,7 @@ RIGHT = [
     Right("hierarchical", state=_NODES),
     Right("hierarchical_sum", "sum", state=_NODES, sections=_SECTIONS),
     Right("half_between_nodes", "rounded(float16)", state=_NODES, sections=_SECTIONS),
+    Right("half_sums_in_pieces", state=_NODES, sections=_SECTIONS),
     Right("two_stages", "world_only", state=f"{__name__}:Shards", sections=_SECTIONS),
     Right("set_up_nodes", setup=True, sections=_SECTIONS),
     Right("recursive_doubling", state="process_group", sections=_SECTIONS),
