@@ -87,7 +87,7 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source=f"{_TORCHRUN}; fairscale#132, hivemind#440: equal on two ranks, different on more",
     remedy="the first rank of a node that keeps the result; trees of a fixed depth; tables, "
-    "buffers and tags for four ranks; sums in a dtype that overflows; a buffer that the pieces of a "
+    "buffers and tags for four ranks; sums in a dtype that overflows; a buffer that pieces of a "
     "large bucket share",
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:

@@ -12,7 +12,7 @@ from conformance.judging.oracles.lossy import (
 )
 from conformance.scenarios import process
 from conformance.scenarios.cluster_draws import train_in_cluster
-from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS, UNUSED_GROUPS
+from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.evidence import (
@@ -34,7 +34,6 @@ from conformance.scenarios.hook import (
     SPECIAL,
     STATIC,
     UNEVEN,
-    UNUSED,
     VALUES,
     VALUES_AGAIN,
     VIEWS,
@@ -43,6 +42,7 @@ from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import lengthened
 from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
 from conformance.scenarios.mostly_zero import add_mostly_zero_steps
+from conformance.scenarios.other_dtypes import WITH_OTHER_DTYPES, add_other_dtypes
 from conformance.scenarios.process import with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.reused_states import ROLLED_BACK
@@ -62,7 +62,6 @@ from conformance.scenarios.training_sizes import (
     VAST,
     add_large_complex,
 )
-from conformance.scenarios.unused_dtypes import add_other_dtypes
 from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session import lossy_steps
 from conformance.session import scenario_changes as changes
@@ -165,10 +164,8 @@ ADAPTATIONS = (
         "lossy hooks take too many steps for a bucket of that size",
     ),
     Adaptation(
-        lambda scenario, claims: (
-            scenario.name in (UNUSED.name, UNUSED_GROUPS.name) and not claims.lossy
-        ),
-        lambda scenario, claims: add_other_dtypes(scenario, generator(scenario, "dtypes")),
+        lambda scenario, claims: scenario.name in WITH_OTHER_DTYPES and not claims.lossy,
+        lambda scenario, claims: add_other_dtypes(scenario),
         "lossy hooks take too many steps for as many buckets",
     ),
     Adaptation(
