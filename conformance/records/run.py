@@ -251,7 +251,7 @@ def fed(
     )
     if spec.layout == "sparse":
         used = torch.zeros(spec.shape[0], 1, dtype=torch.bool)
-        used[sparse_rows(spec.shape[0], rank, step)] = True
+        used[sparse_rows(spec, rank, step)] = True
         values = torch.where(used, values, 0.0)
     if values.is_complex():
         values = torch.view_as_real(values)

@@ -215,7 +215,8 @@ def process_group(run: Run, claims: Claims, found: Found) -> None:
 def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Complex parameters, of float32 and of float64, get the mean of both parts over the model's
     group, or the hook refuses them with an exception on every rank. Of an exact or rounded hook one
-    parameter has 2**18 to 2**20 elements, by the session's seed.
+    parameter has 2**18 to 2**20 elements, by the session's seed, and the groups have three ranks
+    and two.
 
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is
     right on the part that these views cover, and leaves the rest as it is, is not blamed for it:
@@ -280,8 +281,8 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
     "in 16 bits; values in a narrower dtype; another group than that of dense buckets; rows that "
     "are written in place of being added; a divisor of the ranks that have rows; a mask of rows by "
-    "their norm, which drops NaN; rows that are selected at random, and not divided by their "
-    "probability",
+    "their norm, which drops NaN; room for as many rows as an earlier step had; sums by pairs on "
+    "three ranks; rows that are selected at random, and not divided by their probability",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an
@@ -289,16 +290,17 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
 
     One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16, and one has float64
     values, 2**-45 to 2**-30 as large as the others. A row that is looked up twice comes twice, with
-    a part of its values each, as from an embedding's backward. In two of three steps a rank looks
-    up no row.
+    a part of its values each, as from an embedding's backward. How many rows a rank looks up is
+    drawn for each step, from none to nearly all; of the large one a late step has eight times as
+    many as all before. In one step no rank of a group has any.
 
-    Crafted values, and random ones, which no narrower dtype holds, are judged, on two groups of
-    ranks. Then all rows of one rank are NaN in a step, and infinite in another: they come out as
-    that on all ranks of its group, and ordinary values are right again after them. Lossy and fused
-    hooks get no such rows. A fused hook steps the embeddings, too. Under ``unbiased`` the rows that
-    are used in 160 steps are right on average, those of all embeddings and of each, and not zero in
-    all steps (see "Rows" in ``judging/oracles/lossy``); under ``unbiased(noise=d)`` all elements of
-    the large one have noise.
+    Crafted values, and random ones, which no narrower dtype holds, are judged, on groups of three
+    ranks and of two. Then all rows of one rank are NaN in a step, and infinite in another: they
+    come out as that on all ranks of its group, and ordinary values are right again after them.
+    Lossy and fused hooks get no such rows, some 30 at most, and two groups of two. A fused hook
+    steps the embeddings, too. Under ``unbiased`` the rows that are used in 160 steps are right on
+    average, those of all embeddings and of each, and not zero in all steps (see "Rows" in
+    ``judging/oracles/lossy``); under ``unbiased(noise=d)`` all elements of the large one have noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal", "nan", "inf"))
     if claims.fused and not found.failures:

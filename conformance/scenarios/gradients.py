@@ -95,7 +95,7 @@ from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.impulses import ALONE, feeds_alone
-from conformance.scenarios.model import DRAINING
+from conformance.scenarios.model import DRAINING, Param
 from conformance.scenarios.mostly_zero import MOSTLY_ZERO, is_kept
 from conformance.scenarios.random_numbers import bell, integers, power_of_two, uniform
 from conformance.scenarios.resting_parameter import RESTING, rests
@@ -523,12 +523,23 @@ _MORE_ROWS = 24  # of a large embedding: the errors of random results cancel out
 _WITHOUT_ROWS: tuple[tuple[int, ...], ...] = ((), (2, 3), (1,))
 
 
-def sparse_rows(rows: int, rank: int, step: int) -> torch.Tensor:
+def sparse_rows(spec: Param, rank: int, step: int) -> torch.Tensor:
     """Return the rows of an embedding that a rank uses at a step; some are shared.
 
     A large embedding is used at both ends, in the middle and, most often, from its quarter on. In
-    two of three steps there is a rank that uses none.
+    two of three steps there is a rank that uses none. If the numbers of rows are given
+    (``Param.rows``), the first row comes first and the last one next, and of the others a half is
+    the same on ranks that use as many.
     """
+    rows = spec.shape[0]
+    if spec.rows:
+        counts = spec.rows[step % len(spec.rows)]
+        score = uniform(rows, (step, 97))
+        is_own = integers(rows, 2, (step, 98)) == 1
+        score = torch.where(is_own, uniform(rows, (rank, step, 99)), score)
+        score[0] = -2
+        score[-1] = -1
+        return score.argsort()[: counts[rank % len(counts)]].sort().values
     if rank in _WITHOUT_ROWS[step % len(_WITHOUT_ROWS)]:
         return torch.empty(0, dtype=torch.int64)
     used = {0, (1 + rank + step) % rows, (5 + 2 * rank) % rows}

@@ -38,6 +38,8 @@ class Param:
             table, only those from element 2**24 on.
         exponents: the same for each step, in place of ``exponent``, again and again; () for none.
         output_layout: of the outputs of a collective, if it is not that of the inputs.
+        rows: of a sparse parameter, how many rows each rank uses in each step; () for the few that
+            ``gradients.sparse_rows`` has by itself.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +52,7 @@ class Param:
     exponent: int = 0
     exponents: tuple[int, ...] = ()
     output_layout: str = ""
+    rows: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_contiguous(self) -> bool:
@@ -508,7 +511,13 @@ class Scenario:
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(
-        Param(**{**p, **{name: tuple(p[name]) for name in ("shape", "exponents", "frozen_under")}})
+        Param(
+            **{
+                **p,
+                **{name: tuple(p[name]) for name in ("shape", "exponents", "frozen_under")},
+                "rows": tuple(map(tuple, p.get("rows", ()))),
+            }
+        )
         for p in data["params"]
     )
     groups, twin_groups = (

@@ -159,6 +159,11 @@ ADAPTATIONS = (
         "without the order of a stream, callbacks on two ranks may start collectives in two orders",
     ),
     Adaptation(
+        changes.has_uneven_groups,
+        changes.draw_groups_and_rows,
+        "lossy hooks are judged over many steps with as many rows, and fused ones take no others",
+    ),
+    Adaptation(
         lambda scenario, claims: scenario.name == COMPLEX.name and not claims.lossy,
         lambda scenario, claims: add_large_complex(scenario, generator(scenario, "large")),
         "lossy hooks take too many steps for a bucket of that size",

@@ -31,6 +31,7 @@ from conformance.scenarios.evidence import (
 from conformance.scenarios.few_elements import in_all_parameters, in_each_parameter
 from conformance.scenarios.hook import (
     AT_SCALE,
+    COMPLEX,
     RAW,
     RESUMED_ONE,
     SAVED_ONE,
@@ -41,6 +42,7 @@ from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.sparse import SPARSE, draw_rows, with_uneven_groups
 from conformance.scenarios.specials import (
     SPECIAL_EVERY,
     with_all_elements,
@@ -83,6 +85,8 @@ _WITH_RANDOM_VALUES = (
 _SAVED_EARLY = tuple(one.name for one in (SAVED_ONE, RESUMED_ONE, ROLLED_BACK))
 # Hooks that average over WORLD are not tried on groups here.
 _ON_GROUPS = (ROLLED_BACK.name, UNUSED_GROUPS.name)
+# Of uneven groups the gradients would not have exact means over WORLD.
+_ON_UNEVEN_GROUPS = (COMPLEX.name, SPARSE.name)
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
 _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
@@ -91,6 +95,17 @@ _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
 def make_poststep_call(scenario: Scenario, claims: Claims) -> Scenario:
     """Let the trainer make the claimed call after each backward."""
     return replace(scenario, poststep=True, call=claims.call)
+
+
+def has_uneven_groups(scenario: Scenario, claims: Claims) -> bool:
+    """Whether a scenario of sparse or complex gradients is drawn anew."""
+    return scenario.name in _ON_UNEVEN_GROUPS and not (claims.lossy or claims.fused)
+
+
+def draw_groups_and_rows(scenario: Scenario, claims: Claims) -> Scenario:
+    """Draw uneven groups, and how many rows of sparse gradients ranks have."""
+    draw = with_uneven_groups if scenario.name == COMPLEX.name else draw_rows
+    return draw(scenario, generator(scenario, "groups"))
 
 
 def record_collectives(scenario: Scenario, claims: Claims) -> Scenario:
@@ -167,7 +182,7 @@ def use_two_buckets(scenario: Scenario, claims: Claims) -> Scenario:
 
 def count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
     """Let the subject see the numbers of WORLD."""
-    if scenario.name in _ON_GROUPS:
+    if scenario.name in _ON_GROUPS or has_uneven_groups(scenario, claims):
         # Rule 2.7 judges the claim. Here DDP would drop what ranks of another group have used.
         scenario = replace(scenario, groups=(), size=max(map(len, scenario.groups)))
     return replace(scenario, world_only=True)

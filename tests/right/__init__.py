@@ -85,6 +85,7 @@ _MODULES = (
     "collectives_on_other_paths",
     "collectives_with_plans",
     "states_of_each_rank",
+    "sparse_rows",
 )
 
 

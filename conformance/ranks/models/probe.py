@@ -199,7 +199,7 @@ def scripted_gradients(
             period=period,
         )
         if spec.layout == "sparse":
-            rows = sparse_rows(spec.shape[0], rank, step)
+            rows = sparse_rows(spec, rank, step)
             grads.append(_looked_up(rows, grad, rank + step).to(device))
         else:
             grads.append(lay_out(grad, spec.layout).to(device))
