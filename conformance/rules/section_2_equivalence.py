@@ -215,8 +215,7 @@ def process_group(run: Run, claims: Claims, found: Found) -> None:
 def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Complex parameters, of float32 and of float64, get the mean of both parts over the model's
     group, or the hook refuses them with an exception on every rank. Of an exact or rounded hook one
-    parameter has 2**18 to 2**20 elements, by the session's seed, and the groups have three ranks
-    and two.
+    parameter has 2**18 to 2**20 elements, by the session's seed; groups have three ranks and two.
 
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is
     right on the part that these views cover, and leaves the rest as it is, is not blamed for it:
@@ -296,11 +295,11 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
 
     Crafted values, and random ones, which no narrower dtype holds, are judged, on groups of three
     ranks and of two. Then all rows of one rank are NaN in a step, and infinite in another: they
-    come out as that on all ranks of its group, and ordinary values are right again after them.
-    Lossy and fused hooks get no such rows, some 30 at most, and two groups of two. A fused hook
-    steps the embeddings, too. Under ``unbiased`` the rows that are used in 160 steps are right on
-    average, those of all embeddings and of each, and not zero in all steps (see "Rows" in
-    ``judging/oracles/lossy``); under ``unbiased(noise=d)`` all elements of the large one have noise.
+    come out as that on all ranks of its group, and later values are right again. Lossy and fused
+    hooks get no such rows, some 30 at most, and two groups of two. A fused hook steps the
+    embeddings, too. Under ``unbiased`` the rows of 160 steps are right on average, those of all
+    embeddings and of each, and not zero in all steps (see "Rows" in ``judging/oracles/lossy``);
+    under ``unbiased(noise=d)`` all elements of the large one have noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal", "nan", "inf"))
     if claims.fused and not found.failures:
