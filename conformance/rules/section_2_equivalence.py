@@ -289,17 +289,16 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
 
     One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16, and one has float64
     values, 2**-45 to 2**-30 as large as the others. A row that is looked up twice comes twice, with
-    a part of its values each, as from an embedding's backward. How many rows a rank looks up is
-    drawn for each step, from none to nearly all; of the large one a late step has eight times as
-    many as all before. In one step no rank of a group has any.
+    half of its values each. How many rows a rank looks up is drawn for each step, from none to
+    nearly all, in one step by no rank of a group; of the large one a late step has eight times more.
 
     Crafted values, and random ones, which no narrower dtype holds, are judged, on groups of three
-    ranks and of two. Then all rows of one rank are NaN in a step, and infinite in another: they
-    come out as that on all ranks of its group, and later values are right again. Lossy and fused
-    hooks get no such rows, some 30 at most, and two groups of two. A fused hook steps the
-    embeddings, too. Under ``unbiased`` the rows of 160 steps are right on average, those of all
-    embeddings and of each, and not zero in all steps (see "Rows" in ``judging/oracles/lossy``);
-    under ``unbiased(noise=d)`` all elements of the large one have noise.
+    ranks and of two. Then all rows of one rank are NaN in a step, and infinite in another: so they
+    are on all ranks of its group, and later values are right again. Lossy and fused hooks get no
+    such rows, some 30 at most, and two groups of two. A fused hook steps the embeddings, too. Under
+    ``unbiased`` the rows of 160 steps are right on average, those of all embeddings and of each,
+    and not zero in all steps (see "Rows" in ``judging/oracles/lossy``); under ``unbiased(noise=d)``
+    all elements of the large one have noise.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal", "nan", "inf"))
     if claims.fused and not found.failures:
