@@ -289,8 +289,8 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
 
     One of them has 66,000 to 80,000 rows, some of which lie beyond 2**16, and one has float64
     values, 2**-45 to 2**-30 as large as the others. A row that is looked up twice comes twice, with
-    half of its values each. How many rows a rank looks up is drawn for each step, from none to
-    nearly all, in one step by no rank of a group; of the large one a late step has eight times more.
+    half of its values each. How many rows a rank looks up is drawn for each step, up to nearly all,
+    in one step by no rank of a group; of the large one a late step has eight times as many.
 
     Crafted values, and random ones, which no narrower dtype holds, are judged, on groups of three
     ranks and of two. Then all rows of one rank are NaN in a step, and infinite in another: so they
