@@ -20,6 +20,10 @@ from conformance.judging.oracles.optimizer_calls import (
     require_right_with_rates,
 )
 from conformance.judging.oracles.optimizer_gradients import construction, takes_averager
+from conformance.judging.oracles.optimizer_in_half import (
+    require_kept_in_half,
+    require_right_in_half,
+)
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -27,7 +31,6 @@ from conformance.scenarios.closure_losses import is_same_loss, loss_of
 from conformance.scenarios.hash_seeds import OPTIMIZER as HASH_SEEDS
 from conformance.scenarios.optimizer import (
     ADAM,
-    AFTER_LOAD,
     CLOSURE,
     DDP,
     DDP_VIEWS,
@@ -43,6 +46,7 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
+from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_states import SMALL_CHANGES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
@@ -73,11 +77,11 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     if run.scenario.variant == "adam" and not construction(run)["takes_any"]:
         found.does_not_apply("it takes neither an optimizer nor a class of optimizers")
         return
-    until = None
+    until = len(run.scenario.steps) + 1
     if takes_averager(run):
         calls = [event for rank in run.ranks for event in rank.all("asked", averages=True)]
         until = min([setting(run.scenario).warmup, *(event["step"] for event in calls)])
-    require_right(run, found, until)
+    require_right(run, found, lambda step, _: step < until)
 
 
 @rule(
@@ -162,8 +166,9 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.5",
     "Parameter groups have their own options",
-    on=(GROUPS,),
+    on=(GROUPS, HALF),
     owns=(GROUPS,),
+    refusable=(HALF,),
     needs=(*BASIC, "15.8"),
     source="torch documentation, torch.optim, Per-parameter options; Optimizer.add_param_group; "
     "pytorch #54736, #59973",
@@ -179,7 +184,12 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     user's own entries in a group, such as a name, stay there. The groups come in an iterator, or in
     a list if that raises an error. The group from add_param_group has its parameters as an
     iterator, as model.head.parameters() is one, which can be read once.
-    Before drawn steps, zero_grad() of the optimizer clears the gradients of all groups."""
+    Before drawn steps, zero_grad() of the optimizer clears the gradients of all groups. All of it
+    holds for parameters of float16 or bfloat16, too, which is drawn, or an error on every rank
+    refuses them."""
+    if run.scenario.variant == HALF.variant:
+        require_right_in_half(run, found, closed=False)
+        return
     require_right(run, found)
     require_own_entries(run, found)
 
@@ -210,8 +220,9 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.7",
     "Steps with a closure",
-    on=(CLOSURE,),
+    on=(CLOSURE, HALF),
     owns=(CLOSURE,),
+    refusable=(HALF,),
     needs=BASIC,
     source="torch documentation, Optimizer.step(closure); a trainer skips a batch whose closure "
     "fails, and goes on after Ctrl-C",
@@ -230,11 +241,17 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
     with ordinary gradients, and in one step the gradients of one rank are zeros: the step is like
     any other, and the averager is called on all ranks.
 
+    Drawn steps of a model of float16 or bfloat16, which is drawn, have a closure, too; an error on
+    every rank may refuse these models.
+
     It does not apply if step() has no parameter for a closure: a trainer gets a TypeError then. The
     steps of other rules have none either.
     """
     if any(member.first("takes_no_closure") for member in run.ranks):
         found.does_not_apply(NO_CLOSURE)
+        return
+    if run.scenario.variant == HALF.variant:
+        require_right_in_half(run, found, closed=True)
         return
     for member in run.ranks:
         for failed in member.all("failed"):
@@ -295,12 +312,14 @@ def zero_grad(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.9",
     "Parameters without a gradient are not stepped",
-    on=(UNUSED,),
-    owns=(UNUSED,),
+    on=(UNUSED, HALF),
+    owns=(UNUSED, HALF),
+    refusable=(HALF,),
     needs=BASIC,
     source="torch documentation, Optimizer.zero_grad: a parameter whose gradient is None is not "
     "stepped",
-    remedy="a gradient of None that is treated as zeros, so that momentum moves the parameter; "
+    remedy="a gradient of None that is treated as zeros, so that momentum or weight decay moves "
+    "the parameter, as by copies of half precision in float32; "
     "collectives that skip parameters without a gradient; a gradient of zeros that is treated as "
     "None",
 )
@@ -311,7 +330,13 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
     In two steps those of one parameter are; the steps and the parameters are drawn from the
     session's seed. With an averager, and under the claim ``averages``, a parameter may have a
     gradient on some ranks only; otherwise it has a gradient on all ranks or on none.
+
+    In a model of float16 or bfloat16, which is drawn, with weight decay, a parameter without a
+    gradient on any rank keeps its bits; an error on every rank may refuse these models.
     """
+    if run.scenario.variant == HALF.variant:
+        require_kept_in_half(run, found)
+        return
     require_right(run, found)
 
 
@@ -435,41 +460,6 @@ def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
         for event in rank.all("as_optimizer"):
             for name, expected in requirements.items():
                 found.require(not event[name], expected, f"rank {rank.rank}: {event[name]}")
-
-
-@rule(
-    "15.41",
-    "Runs no hook of a step twice",
-    on=(PLAIN,),
-    needs=BASIC,
-    since="1.6",
-    source="torch documentation, Optimizer.register_step_pre_hook; hooks clip gradients, or divide "
-    "them by a number of tokens",
-    remedy="a dict of hooks that the wrapper shares with the optimizer inside: both run it; a "
-    "subclass of an optimizer whose step calls super().step(): torch runs hooks around both, "
-    "unless the subclass says `step.hooked = True`, torch's mark of a step whose hooks are run",
-)
-def hooks_once(run: Run, claims: Claims, found: Found) -> None:
-    """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in
-    a step at most, with a closure or without. If it runs, it runs after ``load_state_dict()``, too.
-    15.18 judges whether it runs at all.
-    """
-    calls = [
-        (rank.rank, kind, count)
-        for rank in run.ranks
-        for event in rank.all("as_optimizer")
-        for kind, count in event["hook_calls"].items()
-        if count or event["hook_calls"][kind.removesuffix(AFTER_LOAD)]
-    ]
-    if not calls:
-        found.does_not_apply("it runs no hooks of a step")
-    for rank, kind, count in calls:
-        found.checked(1)
-        found.require(
-            count == 1,
-            "a hook that runs once in a step",
-            f"rank {rank}: a {kind} hook ran {count} times",
-        )
 
 
 no_trace = leaves_no_trace("15.19", on=(PLAIN,))

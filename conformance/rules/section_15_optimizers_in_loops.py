@@ -6,6 +6,7 @@ from conformance.judging.oracles.optimizer_gradients import takes_averager
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.optimizer import AFTER_LOAD, PLAIN
 from conformance.scenarios.optimizer_backwards import ALL as BACKWARDS
 from conformance.scenarios.optimizer_backwards import ASSIGNED, EARLY
 from conformance.scenarios.optimizer_clipping import CLIPPED
@@ -72,6 +73,41 @@ def written(run: Run, claims: Claims, found: Found) -> None:
             found.leaves_out(NOT_RENEWED)
             return
     require_right(run, found)
+
+
+@rule(
+    "15.41",
+    "Runs no hook of a step twice",
+    on=(PLAIN,),
+    needs=("15.1", "15.2", "15.3"),
+    since="1.6",
+    source="torch documentation, Optimizer.register_step_pre_hook; hooks clip gradients, or divide "
+    "them by a number of tokens",
+    remedy="a dict of hooks that the wrapper shares with the optimizer inside: both run it; a "
+    "subclass of an optimizer whose step calls super().step(): torch runs hooks around both, "
+    "unless the subclass says `step.hooked = True`, torch's mark of a step whose hooks are run",
+)
+def hooks_once(run: Run, claims: Claims, found: Found) -> None:
+    """A hook that is registered by register_step_pre_hook, or register_step_post_hook, runs once in
+    a step at most, with a closure or without. If it runs, it runs after ``load_state_dict()``, too.
+    15.18 judges whether it runs at all.
+    """
+    calls = [
+        (rank.rank, kind, count)
+        for rank in run.ranks
+        for event in rank.all("as_optimizer")
+        for kind, count in event["hook_calls"].items()
+        if count or event["hook_calls"][kind.removesuffix(AFTER_LOAD)]
+    ]
+    if not calls:
+        found.does_not_apply("it runs no hooks of a step")
+    for rank, kind, count in calls:
+        found.checked(1)
+        found.require(
+            count == 1,
+            "a hook that runs once in a step",
+            f"rank {rank}: a {kind} hook ran {count} times",
+        )
 
 
 @rule(

@@ -26,6 +26,7 @@ from typing import Any
 from conformance.scenarios import optimizer_wide_gradients
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import PLAIN, START, UNUSED
+from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_wide_gradients import WIDE
 from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.seeds import generator
@@ -371,10 +372,8 @@ def setting_in_half(scenario: Scenario) -> dict[str, Any]:
 
 
 def is_in_half(scenario: Scenario) -> bool:
-    """Whether a scenario of several backwards, or of wide gradients, has parameters of half
-    precision.
-    """
-    return scenario.variant in (ACCUMULATED_BFLOAT16.variant, WIDE.variant)
+    """Whether a scenario whose steps are judged from records has parameters of half precision."""
+    return scenario.variant in (ACCUMULATED_BFLOAT16.variant, WIDE.variant, HALF.variant)
 
 
 def _let_rest(scenario: Scenario, numbers: random.Random) -> Scenario:

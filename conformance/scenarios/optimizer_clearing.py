@@ -11,6 +11,7 @@ from enum import Enum
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import GROUPS
+from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_rests import rests
 from conformance.scenarios.optimizer_training import ADAM_OPTIONS, EMPTY, OPTIONS
 from conformance.scenarios.seeds import generator
@@ -26,11 +27,14 @@ class Clearing(Enum):
 
 # Half of the steps have zero_grad() in front of them, and a quarter behind the step before.
 _WAYS = (Clearing.BY_TRAINER, Clearing.FIRST, Clearing.FIRST, Clearing.LAST)
+_BY_OPTIMIZER = (Clearing.FIRST, Clearing.LAST)
 _VARIANTS = (GROUPS.variant, OPTIONS.variant, ADAM_OPTIONS.variant, EMPTY.variant)
 
 
 def clearing_before(scenario: Scenario, step: int) -> Clearing:
     """Return the way in which the gradients of the step before a step are cleared."""
+    if scenario.variant == HALF.variant:
+        return generator(scenario, f"clearing/{step}").choice(_BY_OPTIMIZER)
     if scenario.variant not in _VARIANTS and not rests(scenario):
         return Clearing.BY_TRAINER
     return generator(scenario, f"clearing/{step}").choice(_WAYS)

@@ -12,6 +12,7 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import UNUSED
 from conformance.scenarios.optimizer_backwards import is_in_half, is_left_out
 from conformance.scenarios.optimizer_clipping import CLIPPED, lacks_gradient
+from conformance.scenarios.optimizer_in_half import lacks_gradient_in_half
 from conformance.scenarios.optimizer_loops import RESET, trained_late
 from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_rests import rests, rests_at
@@ -82,7 +83,7 @@ def _lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
     """Whether no rank has a gradient for a parameter at a step, although it requires one."""
     if rests(scenario):
         return rests_at(scenario, step, index, frozen=False)
-    if lacks_gradient(scenario, step, index):
+    if lacks_gradient(scenario, step, index) or lacks_gradient_in_half(scenario, step, index):
         return True
     if scenario.variant != SCALED.variant:
         return is_left_out(scenario, step, index)

@@ -24,6 +24,8 @@ from conformance.scenarios.optimizer_groups import (
     leaving_out,
     many_groups,
 )
+from conformance.scenarios.optimizer_in_half import HALF, is_closed_in_half
+from conformance.scenarios.optimizer_in_half import setting_in_half as with_groups_in_half
 from conformance.scenarios.optimizer_loops import (
     AUTOCAST,
     RENEWED,
@@ -217,7 +219,7 @@ _RANDOM = (
     RESTORED_OPTIONS.variant,
     *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
     *(RESTS.variant, RESTS_OF_ADAM.variant, REPEATED_BFLOAT16.variant),
-    *(ACCUMULATED_BFLOAT16.variant, WIDE.variant, CLIPPED.variant),
+    *(ACCUMULATED_BFLOAT16.variant, WIDE.variant, CLIPPED.variant, HALF.variant),
 )
 
 
@@ -244,6 +246,8 @@ def is_closed(scenario: Scenario, step: int) -> bool:
     """Whether a step is given a closure."""
     if scenario.variant == "saved_closed":
         return scenario.resume.also_taken_at <= step < scenario.resume.saves_at
+    if is_closed_in_half(scenario, step):
+        return True
     return scenario.variant == "closure" or (
         scenario.variant in ("options", "adam_options", AUTOCAST.variant) and step % 3 == 1
     )
@@ -322,6 +326,8 @@ def _plan_of(scenario: Scenario) -> Setting:
             return setting_of_wide(scenario)
         case CLIPPED.variant:
             return setting_of_clipped(scenario)
+        case HALF.variant:
+            return with_groups_in_half(scenario)
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":

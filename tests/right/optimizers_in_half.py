@@ -207,10 +207,19 @@ class RefusesWideGradients(AveragesGradients):
         return super().step(closure)
 
 
+class RefusesHalf(AveragesGradients):
+    """Raise an error for weights in half precision, when a group is made."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if any(parameter.dtype in HALVES for parameter in self.param_groups[-1]["params"]):
+            raise TypeError("weights in half precision need copies in float32")
+
+
 RIGHT = [
     Right(name, "averages", kind="optimizer")
     for name in (
         *("InFloat32", "CopiesApart", "SumsInFloat32"),
-        *("AveragesByGradientDtypes", "RefusesWideGradients"),
+        *("AveragesByGradientDtypes", "RefusesWideGradients", "RefusesHalf"),
     )
 ]

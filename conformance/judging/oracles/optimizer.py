@@ -101,6 +101,7 @@ _OF_OTHER = "it was stepped with options of the other optimizer's construction"
 Steps = Mapping[tuple[int, int], OptimizerStep]
 # A known mistake: the parameter that it leaves on a rank, from that rank's right step.
 Mistake = Callable[[OptimizerStep, int], torch.Tensor]
+Judged = Callable[[int, int], bool]  # of a step and a parameter
 
 
 def right_steps(run: Run) -> Steps:
@@ -116,12 +117,12 @@ def right_steps(run: Run) -> Steps:
     return right
 
 
-def require_right(run: Run, found: Found, until: int | None = None) -> None:
-    """Require right parameters after every recorded step, or after those before step ``until``."""
+def require_right(run: Run, found: Found, is_judged: Judged = lambda *_: True) -> None:
+    """Require right parameters after every recorded step, or those that are judged."""
     right = right_steps(run)
     for rank, step in steps(run):
-        if until is None or step < until:
-            for index in range(len(run.scenario.params)):
+        for index in range(len(run.scenario.params)):
+            if is_judged(step, index):
                 _require_parameter(run, found, right, rank, step, index)
 
 

@@ -51,6 +51,7 @@ from conformance.scenarios.optimizer import (
 )
 from conformance.scenarios.optimizer_backwards import ALL as OF_BACKWARDS
 from conformance.scenarios.optimizer_clipping import CLIPPED
+from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_loops import ALL as OF_LOOPS
 from conformance.scenarios.optimizer_repeats import ALL as REPEATED
 from conformance.scenarios.optimizer_rests import ALL as OF_RESTS
@@ -137,7 +138,7 @@ OPTIMIZER = Kind(
         *OF_STATES,
         *OF_LOOPS,
         *OF_BACKWARDS,
-        CLIPPED,
+        *(CLIPPED, HALF),
         *REPEATED,
         *OF_RESTS,
         *FAILING,
