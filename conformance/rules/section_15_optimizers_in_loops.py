@@ -133,7 +133,8 @@ def hooks_once(run: Run, claims: Claims, found: Found) -> None:
     "backward has seen them: torch.autograd.grad calls no such hook; a mark of averaged gradients "
     "that step() alone takes back, although a batch that is given up has no step, or one more "
     "backward adds to the averaged tensor in place; torch.zeros_like(p), or a buffer of the dtype "
-    "of p, for a gradient of another dtype",
+    "of p, for a gradient of another dtype; one callback for each step: a reentrant checkpoint is "
+    "a graph task of its own, which ends before other gradients arrive",
 )
 def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     """After two or three backwards a step is that on the sum of their gradients, whichever
@@ -159,6 +160,10 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     p.grad, for some parameters or for all, in place, in p.grad.data or as another tensor, and
     step() averages them. They are not judged if an optimizer averages gradients, or changes them,
     before step(), as in hooks of the backward; an error on every rank may refuse them.
+
+    A part of the parameters may be in a reentrant activation checkpoint, all ranks alike: their
+    gradients arrive before those of all others, or after them. The part is drawn, and an error on
+    every rank may refuse it.
 
     Gradients of another dtype than their parameters, by ``grad_dtype``, count with the bits and the
     range of their own: float32 or float64 for weights of float16 and bfloat16, float64 for float32.

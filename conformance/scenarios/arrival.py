@@ -19,7 +19,7 @@ from conformance.scenarios.seeds import generator
 # the end of a backward, these come in the order in which the models' first gradients arrive.
 _SCENARIOS = (
     *("strategy", "strategy_accumulated", "strategy_random"),
-    *("optimizer_own", "optimizer_accumulated"),
+    *("optimizer_own", "optimizer_accumulated", "optimizer_checkpointed"),
 )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from conformance.scenarios import optimizer_wide_gradients
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import PLAIN, START, UNUSED
+from conformance.scenarios.optimizer_checkpoints import CHECKPOINTED
 from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_wide_gradients import WIDE
 from conformance.scenarios.resting_parameter import RESTING
@@ -95,7 +96,7 @@ EARLY = replace(
 )
 
 IN_HALF = (ACCUMULATED_BFLOAT16, ACCUMULATED_FLOAT16)
-ALL = (ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED, EARLY, WIDE)
+ALL = (ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED, EARLY, WIDE, CHECKPOINTED)
 _ACCUMULATED = tuple({scenario.variant for scenario in (ACCUMULATED, *IN_HALF)})
 
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.

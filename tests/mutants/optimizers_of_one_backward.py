@@ -1,6 +1,7 @@
-"""Mutants of rule 15.27: two optimizers whose models get their gradients before one of them
-steps."""
+"""Mutants of rule 15.27, two optimizers whose models get their gradients before one of them steps,
+and of rule 15.43, a backward that has another one inside."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +43,42 @@ class SharesBuffers(KeepsInBuffers):
             parameter.grad = buffer.copy_(grad)
 
 
+class AveragesOnce(AveragesInBackward):
+    """Queue one callback before a step, although a reentrant checkpoint ends before the backward; a
+    second backward is an error.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        self.arrived: set[torch.Tensor] = set()
+        super().__init__(optim, process_group)
+
+    def _arrives(self, parameter: torch.Tensor) -> None:
+        if parameter in self.arrived:
+            raise RuntimeError("a second backward before step()")
+        self.arrived.add(parameter)
+        super()._arrives(parameter)
+
+    def _average(self) -> None:
+        super()._average()
+        self.is_queued = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.arrived.clear()
+        self.is_queued = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.arrived.clear()
+        self.is_queued = False
+        super().zero_grad(set_to_none)
+
+
 OF = {"kind": "optimizer"}
 MUTANTS = [
-    Mutant(name, ("15.27",), "averages", **OF) for name in ("QueuesOneCallback", "SharesBuffers")
+    *(
+        Mutant(name, ("15.27",), "averages", **OF)
+        for name in ("QueuesOneCallback", "SharesBuffers")
+    ),
+    Mutant("AveragesOnce", ("15.43",), "averages", **OF),
 ]

@@ -9,6 +9,7 @@ import torch
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.models.probe import Probe
 from conformance.records.recorder import Recorder
+from conformance.scenarios.arrival import arrival_order
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_backwards import (
@@ -33,6 +34,7 @@ from conformance.scenarios.optimizer_backwards import (
     shares,
     zero_rows,
 )
+from conformance.scenarios.optimizer_checkpoints import checkpointed_in
 from conformance.scenarios.optimizer_wide_gradients import WIDE, factor_and_shift, widened
 
 
@@ -87,6 +89,16 @@ def run_backwards(driver: Training, step: int, grads: Sequence[torch.Tensor | No
             driver.optimizer.synchronize()
     if change := change_before(scenario, step):
         _change_gradients(driver, step, change)
+
+
+def order_gradients(scenario: Scenario, model: Probe, step: int, rank: int) -> None:
+    """Set the order in which gradients arrive in a step, and the parameters in a checkpoint."""
+    model.arrival = arrival_order(scenario, step, rank)
+    model.checkpointed = None
+    checkpointed = checkpointed_in(scenario, step)
+    if checkpointed and model.arrival is not None:
+        model.arrival = checkpointed.arranged(model.arrival)
+        model.checkpointed = checkpointed
 
 
 def give_gradient_dtypes(scenario: Scenario, params: Sequence[torch.Tensor]) -> bool:

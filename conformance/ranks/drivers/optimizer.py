@@ -12,7 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._means_in_flight import hold_means_back
-from conformance.ranks.drivers._optimizer_backwards import run_backwards, without_average
+from conformance.ranks.drivers._optimizer_backwards import (
+    order_gradients,
+    run_backwards,
+    without_average,
+)
 from conformance.ranks.drivers._optimizer_clearing import (
     clear_after,
     clear_before,
@@ -38,7 +42,6 @@ from conformance.ranks.drivers._optimizer_writes import (
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
-from conformance.scenarios.arrival import arrival_order
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.closure_losses import loss_of
@@ -296,7 +299,7 @@ class OptimizerDriver(RankDriver):
             return
         if averages_gradients(self.scenario):
             # The subject may average in hooks of the backward.
-            self.model.arrival = arrival_order(self.scenario, number, self.rank)
+            order_gradients(self.scenario, self.model, number, self.rank)
             run_backwards(self, number, grads)
             return
         for parameter, grad in zip(self.params, grads, strict=True):

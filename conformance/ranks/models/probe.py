@@ -8,7 +8,7 @@ forward do not matter.
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from conformance.ranks.models.reused_memory import ReusedMemory
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
+from conformance.scenarios.optimizer_checkpoints import Checkpointed
 from conformance.scenarios.still_tensors import still_tensors
 from conformance.torch_versions.faults import faults_of
 
@@ -70,6 +71,8 @@ class Probe(nn.Module):
         arrival: the parameters in the order in which gradients arrive from the next forward on;
             None for the last one first.
         checkpoints: the number of reentrant checkpoints that the next forwards have; 0 for none.
+        checkpointed: the parameters that a reentrant checkpoint of the next forward has, beside
+            others that are in none.
     """
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
@@ -77,6 +80,7 @@ class Probe(nn.Module):
         self.memory: ReusedMemory | None = None
         self.arrival: Sequence[int] | None = None
         self.checkpoints = 0
+        self.checkpointed: Checkpointed | None = None
         self.params = params
         made = parameters_apart(sum(spec.version_of < 0 for spec in params), rank)
         # A later version of a parameter is not there yet.
@@ -131,23 +135,39 @@ class Probe(nn.Module):
         """Return a loss with these gradients; a parameter with None takes no part in it."""
         # A backward begins with the nodes that were made last.
         order = range(len(grads)) if self.arrival is None else self.arrival[::-1]
+        if self.checkpointed:
+            inside = set(self.checkpointed.indices)
+            # The part that is made first arrives last.
+            parts = [
+                self._checkpointed_loss_of(part, grads) if is_inside else self._loss_of(part, grads)
+                for is_inside, part in itertools.groupby(order, inside.__contains__)
+            ]
+            return torch.stack(parts).sum()
         if not self.checkpoints:
             return self._loss_of(order, grads)
-        # Each backward of a reentrant checkpoint is a graph task within the one of the whole model.
-        leads_there = torch.zeros((), requires_grad=True)
         parts = [
-            checkpoint(
-                lambda zero, part: zero + self._loss_of(part, grads),
-                leads_there,
-                part,
-                use_reentrant=True,
-                preserve_rng_state=False,
-            )
+            self._checkpointed_loss_of(part, grads)
             for part in _split_evenly(order, self.checkpoints)
         ]
         return torch.stack(parts).sum()
 
-    def _loss_of(self, order: Sequence[int], grads: list[torch.Tensor | None]) -> torch.Tensor:
+    def _checkpointed_loss_of(
+        self, order: Iterable[int], grads: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Return the loss of some parameters, which are in a reentrant checkpoint.
+
+        Its backward is a graph task within the one of the whole model.
+        """
+        loss: torch.Tensor = checkpoint(
+            lambda zero, part: zero + self._loss_of(part, grads),
+            torch.zeros((), requires_grad=True),
+            list(order),
+            use_reentrant=True,
+            preserve_rng_state=False,
+        )
+        return loss
+
+    def _loss_of(self, order: Iterable[int], grads: list[torch.Tensor | None]) -> torch.Tensor:
         """Return the loss of some parameters, whose nodes are made in this order."""
         losses = []
         scripted = list(zip(self.params, self.tensors, grads, strict=True))
