@@ -14,6 +14,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED, SAVED_CLOSED, recipient
+from conformance.scenarios.optimizer_late_training import late_params
 from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
 from conformance.scenarios.optimizer_repeats import ALL as REPEATED
 from conformance.scenarios.optimizer_repeats import is_repeated
@@ -44,6 +45,7 @@ KEEPS_STATES = (
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     """New processes that load the state_dict() of step 13 continue as if there had been no break.
+    One or two drawn parameters are trained only some steps after the save.
 
     Momentum continues, and so does the averager's count of steps: a warm-up does not begin again. A
     subject with consolidate_state_dict() collects its state on the group's first rank, and all
@@ -114,13 +116,16 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     needs=(*BASIC, "15.7"),
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict and state_dict; "
     "pytorch #54736, #60284",
-    remedy="the mapping from a rank's share to all parameters, also if another rank than the first "
-    "one collects them; state that a rank has not sent, or that is out of date, as one that "
-    "step(closure) leaves alone",
+    remedy="the mapping from a rank's share to all parameters, also if some have no state, or if "
+    "another rank than the first one collects them; state that a rank has not sent, or "
+    "that is out of date, as one that step(closure) leaves alone",
 )
 def consolidated(run: Run, claims: Claims, found: Found) -> None:
     """After consolidate_state_dict(to) the state_dict() of that rank is that of a local optimizer
     on all parameters: the momentum of each, by its number, and the parameter groups.
+
+    One or two parameters are trained after that alone: frozen until then, or without a gradient, as
+    drawn. They have no momentum, or zeros, and those behind them keep their numbers.
 
     It is the group's first rank. In one run it is the last one, the state has been consolidated
     before, and all steps since have a closure.
@@ -143,9 +148,15 @@ def consolidated(run: Run, claims: Claims, found: Found) -> None:
     found.require(got_groups == groups, f"param_groups {groups}", f"{place}: {event['groups']}")
     # SGD without momentum has no state.
     momenta = right_steps(run)[rank.rank, step].momenta if momentum else []
+    late = late_params(run.scenario)
     for index, right in enumerate(momenta):
         expected = f"the momentum of p{index}"
         tensor = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")
+        if index in late:
+            expected = f"no momentum of p{index}, or zeros: it has had no gradient"
+            if tensor is None:
+                found.checked(1)
+                continue
         if tensor is None:
             found.require(False, expected, f"{place}: state[{index}] has no momentum_buffer")
             continue

@@ -145,7 +145,8 @@ ORDERED = replace(
 SAVED = replace(
     PLAIN,
     name="optimizer_saved",
-    summary="its state is saved after 13 steps",
+    summary="its state is saved after 13 steps; one or two parameters are trained later",
+    params=(*_PARAMS, Param((7,)), Param((5, 3)), Param((3,))),
     world_sizes=(3,),
     resume=replace(PLAIN.resume, saves_at=13),
 )

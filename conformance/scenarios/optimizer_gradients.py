@@ -13,6 +13,7 @@ from conformance.scenarios.optimizer import UNUSED
 from conformance.scenarios.optimizer_backwards import is_in_half, is_left_out
 from conformance.scenarios.optimizer_clipping import CLIPPED, lacks_gradient
 from conformance.scenarios.optimizer_in_half import lacks_gradient_in_half
+from conformance.scenarios.optimizer_late_training import is_trained_late
 from conformance.scenarios.optimizer_loops import RESET, trained_late
 from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_rests import rests, rests_at
@@ -38,6 +39,8 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter requires no gradient at a step."""
     if rests(scenario):
         return rests_at(scenario, step, index, frozen=True)
+    if is_trained_late(scenario, step, index, frozen=True):
+        return True
     if scenario.variant == RESET.variant:
         first_step, late = trained_late(scenario)
         return index in late and step < first_step
@@ -83,6 +86,8 @@ def _lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
     """Whether no rank has a gradient for a parameter at a step, although it requires one."""
     if rests(scenario):
         return rests_at(scenario, step, index, frozen=False)
+    if is_trained_late(scenario, step, index, frozen=False):
+        return True
     if lacks_gradient(scenario, step, index) or lacks_gradient_in_half(scenario, step, index):
         return True
     if scenario.variant != SCALED.variant:

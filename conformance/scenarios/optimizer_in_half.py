@@ -28,13 +28,13 @@ HALF = replace(
 )
 
 _DTYPES = ("float16", "bfloat16")
-# The parameters of the group that is added, and of those at the construction.
+# The parameters of the added group, and of the groups at the construction.
 _ADDED = (1, 5)
 _FIRST = ((0, 3), (2, 4))
 
 
 def is_closed_in_half(scenario: Scenario, step: int) -> bool:
-    """Whether a step of the scenario has a closure; all of these come before the added group."""
+    """Whether a step of the scenario has a closure; closures come before the added group."""
     if scenario.variant != HALF.variant:
         return False
     added = setting_in_half(scenario).added[0]
@@ -44,8 +44,8 @@ def is_closed_in_half(scenario: Scenario, step: int) -> bool:
 def lacks_gradient_in_half(scenario: Scenario, step: int, index: int) -> bool:
     """Whether no rank has a gradient for a parameter in a step.
 
-    In the first step each has one. In two of three others one parameter of the first groups has
-    none.
+    In the first step each has one. In two thirds of the others a parameter of the first groups
+    has none.
     """
     if scenario.variant != HALF.variant or step == 0:
         return False
