@@ -197,7 +197,8 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     "optimizer that has it; torch.nn.utils.clip_grad_norm_; fairscale #167, norms of shares that "
     "were combined wrongly",
     remedy="the norm of this rank's share alone: add up the squares of all shares, and take the "
-    "root once; norms that are added; the norm of one group; a factor that stays for later steps",
+    "root once; norms that are added; the norm of one group, or of the "
+    "parameters of the construction alone; a factor that stays for later steps",
 )
 def clips(run: Run, claims: Claims, found: Found) -> None:
     """If an optimizer has clip_grad_norm(max_norm), or clip_grad_norm_(max_norm), the next step is
@@ -207,7 +208,8 @@ def clips(run: Run, claims: Claims, found: Found) -> None:
 
     It is called before two thirds of the steps. In half of these max_norm is 0.1 to 0.9 of the
     norm, in the others 1.2 to 4 of it. Gradients are equal on all ranks; with an averager they are
-    each rank's own, and so is the norm. In half of the steps one parameter has no gradient. The
+    each rank's own, and so is the norm. A group is added between two of these steps; its parameters
+    have no gradients before. In half of the steps one parameter has no gradient. The
     numbers are drawn from the session's seed, and so are the sizes of gradients; each parameter
     has a share in the norm. A method that requires more arguments is not judged; an error on every
     rank may refuse the call.

@@ -22,7 +22,8 @@ CLIPPED = replace(
     PLAIN,
     name="optimizer_clipped",
     summary="before some steps clip_grad_norm() of the optimizer is called, if it has that, with a "
-    "norm below that of the gradients or above it; in some steps one parameter has no gradient",
+    "norm below that of the gradients or above it; in some steps one parameter has no gradient; a "
+    "group is added between two clips",
     params=(*PLAIN.params, Param((7,)), Param((11, 3))),
     steps=("normal",) * 9,
     world_sizes=(2, 3, 4),
@@ -54,28 +55,40 @@ def share_of_norm(scenario: Scenario, step: int) -> float | None:
 
 
 def lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether a parameter has no gradient in a step; in half of the steps one has none."""
+    """Whether a parameter has no gradient in a step; in half of the steps one has none.
+
+    Neither has a parameter whose group is added later.
+    """
     if scenario.variant != CLIPPED.variant:
         return False
+    if index in setting_of_clipped(scenario).in_no_group(step):
+        return True
     draw = generator(scenario, f"lacking in {step}")
     return draw.random() < 0.5 and index == draw.randrange(len(scenario.params))
 
 
 def setting_of_clipped(scenario: Scenario) -> Setting:
-    """Return a plan of two groups with rates of their own, and of an averager that never averages.
+    """Return a plan of groups with rates of their own, and of an averager that never averages.
 
-    Rates are 0.2 to 1. Without momentum each step is judged from the parameters before it.
+    There are two groups, and a third one is added between two steps whose gradients are clipped to
+    a smaller norm. Rates are 0.2 to 1. Without momentum each step is judged from the parameters
+    before it.
     """
     draw = generator(scenario, "groups")
     indices = list(range(len(scenario.params)))
     draw.shuffle(indices)
-    cut = draw.randint(2, len(indices) - 2)
+    first = draw.randint(2, len(indices) - 4)
+    second = draw.randint(first + 2, len(indices) - 1)
     groups = tuple(
         (tuple(sorted(some)), {"lr": draw.uniform(0.2, 1.0)})
-        for some in (indices[:cut], indices[cut:])
+        for some in (indices[:first], indices[first:second], indices[second:])
     )
     options = {"lr": draw.uniform(0.2, 1.0), "momentum": 0.0}
-    return Setting(warmup=len(scenario.steps) + 1, options=options, groups=groups)
+    count = len(scenario.steps)
+    shares = [share_of_norm(scenario, step) or 1.0 for step in range(count)]
+    clipped = [step for step, share in enumerate(shares) if share < 1]
+    added = draw.randint(clipped[0] + 1, clipped[-1])
+    return Setting(warmup=count + 1, options=options, groups=groups, added=(added,))
 
 
 def rate_of(scenario: Scenario, index: int) -> float:

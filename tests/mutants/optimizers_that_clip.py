@@ -43,10 +43,24 @@ class ReturnsItsOwnNorm(ClipsSlices):
         return super().norm_of_all(squares)
 
 
+class ClipsFirstGroups(ClipsSlices):
+    """Clip the gradients of the parameters that the first call has found, by their norm."""
+
+    first: int | None = None
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        self.first = self.first or len(self.wholes)
+        every = self.wholes
+        self.wholes = every[: self.first]
+        norm = super().clip_grad_norm(max_norm, norm_type)
+        self.wholes = every
+        return norm
+
+
 MUTANTS = [
     Mutant(name, ("15.44",), kind="optimizer")
     for name in (
         *("ClipsByItsOwnShare", "AddsNorms", "ClipsByTheLargestNorm"),
-        "ReturnsItsOwnNorm",
+        *("ReturnsItsOwnNorm", "ClipsFirstGroups"),
     )
 ]
