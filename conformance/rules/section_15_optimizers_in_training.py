@@ -414,7 +414,7 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
     remedy="code for the state or the options of SGD and Adam alone, as for entries that are "
     "tensors; a decay that is added to the gradient; a class that is replaced by a known one; "
     "step() called twice; entries of groups that are written to the optimizer inside before each "
-    "step, and never taken back",
+    "step, and never taken back, or those alone that are there from the start",
 )
 def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     """A wrapper around another optimizer than SGD and Adam steps as that optimizer does, and
@@ -424,7 +424,8 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     state from the start, and a rate that falls with its own count of steps. Their options are
     drawn, and rewritten before every other step. The state of the user's own optimizer is an
     integer, and tensors in a dict and a list. It also counts its steps in each parameter group, as
-    schedule-free optimizers and Prodigy keep their numbers there. It is saved and restored in the
+    schedule-free optimizers and Prodigy keep their numbers there; one such entry is made in the
+    first step. It is saved and restored in the
     same process at drawn steps.
     """
     if not construction(run)["takes_any"]:

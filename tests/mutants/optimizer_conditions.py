@@ -3,7 +3,7 @@ late, groups that are added, entries of groups that a first step makes.
 """
 
 from tests.mutants import Mutant
-from tests.mutants.optimizer_wrappers import Sharded
+from tests.mutants.optimizer_wrappers import Groups, Sharded
 
 
 class NumbersStatesInOrder(Sharded):
@@ -26,6 +26,14 @@ class NumbersStatesInOrder(Sharded):
         self.consolidated = shifted
 
 
+class TakesBackDefaults(Sharded):
+    """Take back the entries of groups that are options, and none that a first step has made."""
+
+    def take_back(self, given: Groups) -> None:
+        for mine, group in zip(self.local.param_groups, self.param_groups, strict=True):
+            group.update({name: mine[name] for name in self.local.defaults})
+
+
 MUTANTS = [
     Mutant(
         "NumbersStatesInOrder",
@@ -33,4 +41,5 @@ MUTANTS = [
         because=dict.fromkeys(("15.13", "15.28"), "states that are loaded have other numbers"),
         kind="optimizer",
     ),
+    Mutant("TakesBackDefaults", ("15.36",), kind="optimizer"),
 ]

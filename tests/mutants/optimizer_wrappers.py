@@ -223,7 +223,7 @@ class Sharded(Joinable):
         for mine, before, group in zip(
             self.local.param_groups, given, self.param_groups, strict=False
         ):
-            changed = [name for name in mine if mine[name] is not before[name]]
+            changed = [name for name in mine if mine[name] is not before.get(name)]
             group.update({name: mine[name] for name in changed})
 
     def send(self) -> None:

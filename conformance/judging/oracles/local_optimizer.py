@@ -273,7 +273,7 @@ class LocalOptimizer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the update before the learning rate, which is exact."""
         self.momenta[index] = self.momenta[index] + grad
-        turns = self.counts[index] % 5 * self.previous[index] + options["turns"] % 5 * grad
+        turns = self.counts[index] % 5 * self.previous[index] + 2 * options["turns"] % 5 * grad
         update = self.momenta[index] + options["share"] * turns
         self.previous[index] = grad
         return update, error

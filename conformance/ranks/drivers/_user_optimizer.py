@@ -12,12 +12,14 @@ class UserOptimizer(torch.optim.Optimizer):
     With g a parameter's gradient, s the sum of its gradients and p the previous one, t the number
     of the parameter's steps and u that of its group's, a step is
 
-        s <- s + g;  x <- x - lr (s + share ((t mod 5) p + (u mod 5) g));  p <- g
+        s <- s + g;  x <- x - lr (s + share ((t mod 5) p + (2 u mod 5) g));  p <- g
 
     None of torch's optimizers has a state like this one: it has no tensor but in a dict and a list
     inside, and its counts are integers. A group's own count is an entry of the group, as the
     numbers of schedule-free optimizers and of Prodigy are; it counts a step whether or not
-    parameters have gradients. All results are exact if the options are powers of two.
+    parameters have gradients. It is kept twice, and the two are added up: as one of the defaults,
+    and in an entry that the first step makes, as that of FusedAdam of NVIDIA apex.
+    All results are exact if the options are powers of two.
 
     Args:
         params: parameters, or groups of them.
@@ -40,6 +42,7 @@ class UserOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             group["turns"] += 1
+            group["steps"] = group.get("steps", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, parameter.grad, group)
@@ -55,6 +58,7 @@ class UserOptimizer(torch.optim.Optimizer):
         state["turns"] += 1
         total = state["memory"]["sum"].add_(grad)
         (previous,) = state["recent"]
-        turns = state["turns"] % 5 * previous + options["turns"] % 5 * grad
+        of_group = options["turns"] + options["steps"]
+        turns = state["turns"] % 5 * previous + of_group % 5 * grad
         parameter.sub_(options["lr"] * (total + options["share"] * turns))
         previous.copy_(grad)
