@@ -86,7 +86,7 @@ def who_averages(run: Run, claims: Claims, found: Found) -> None:
 
     The order in which the gradients of a backward arrive is drawn from the session's seed for each
     step. In half of the steps parameters of as many elements change places from one rank to the
-    next.
+    next, in the first step and the last one, too.
 
     The certificate of a subject without the claim covers gradients that are averaged already.
     """
