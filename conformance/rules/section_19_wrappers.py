@@ -129,12 +129,19 @@ def generator(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="pytorch test_checkpoint_wrapper_kwarg_support, test_checkpoint_wrapper_args_kwargs",
     remedy="forward(*args, **kwargs); an argument that is passed at another position; a tuple as "
     "result; arguments that are not tensors; one gradient for a tensor that is an argument twice, "
-    "or the sum of its gradients for each argument",
+    "or the sum of its gradients for each argument; gradients that are not returned at the places "
+    "of their arguments, because others come between them that require none",
 )
 def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A block may take several inputs, keywords and arguments that are not tensors, return a tuple,
     have frozen parameters, and contain another wrapped block. One tensor may be several of its
-    arguments, as in self-attention; its gradient is the sum of theirs."""
+    arguments, as in self-attention; its gradient is the sum of theirs.
+
+    Two blocks get five arguments in each step: two to four tensors of floats, and indices, masks or
+    numbers. Their order is drawn from the session's seed, and for each call the tensors of floats
+    that require a gradient, one at least, and the arguments by keyword, with their order. Each of
+    these tensors has its gradient.
+    """
     require_same_results(runs, found)
 
 

@@ -8,6 +8,7 @@ nothing else gives the same bits.
 
 import builtins
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from conformance.ranks.drivers._drawing_blocks import drawing_blocks
+from conformance.ranks.drivers._mixed_arguments import MixedCalls, Mixes, drawn_kinds
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.interrupts import ERROR
 from conformance.scenarios.model import Scenario
@@ -275,6 +277,14 @@ class Stack(nn.Module):
                 x = block(x=x) if index in self.by_name else block(x)
         return self.head(x)
 
+    def input_gradients(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the gradients of the last inputs that have one, by names for records.
+
+        Args:
+            x: the input of the network, whose name is empty.
+        """
+        return {} if x.grad is None else {"": x.grad}
+
 
 class Twice(Stack):
     """A block that is used twice, and shares a weight with a layer outside."""
@@ -293,13 +303,18 @@ class Calls(Stack):
     """Blocks that are called in several ways.
 
     As in self-attention, one tensor is both inputs of a block; and an input and a keyword of
-    another.
+    another. Two more blocks get drawn arguments.
     """
 
-    def __init__(self) -> None:
-        super().__init__([Joins(), Nest("nest"), Joins(), Joins()])
+    def __init__(self, numbers: random.Random) -> None:
+        mixes = [Mixes(WIDTH, drawn_kinds(numbers)) for _ in range(2)]
+        super().__init__([Joins(), Nest("nest"), Joins(), Joins(), *mixes])
         self.other = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.numbers = numbers
+        self.mixed = [
+            MixedCalls(block, f"block {index}", numbers) for index, block in enumerate(mixes, 4)
+        ]
 
     def wrap(self, wrap: Wrap) -> None:
         self.blocks[1].block = wrap(self.blocks[1].block)
@@ -313,7 +328,15 @@ class Calls(Stack):
         joined, of_two = self._joined(2, same, same, self.scale * 3)
         same = joined.tanh()
         made, of_three = self._joined(3, same, other.sin(), same)
+        for index, ends_trained in enumerate(self.numbers.sample((True, False), 2)):
+            mixed = self.mixed[index].call(self.blocks[4 + index], x, ends_trained)
+            made = made + mixed.tanh()
         return self.head(made.tanh()) + (summed + of_two + of_three).repeat(1, 2)
+
+    def input_gradients(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        given = {name: one for mixed in self.mixed for name, one in mixed.given.items()}
+        of_given = {f", {name}": one.grad for name, one in given.items() if one.grad is not None}
+        return super().input_gradients(x) | of_given
 
     def _joined(
         self, index: int, left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor
@@ -395,7 +418,7 @@ def _layers(scenario: Scenario) -> Stack:
     if variant == "twice":
         return Twice()
     if variant == "calls":
-        return Calls()
+        return Calls(generator(scenario, "arguments"))
     if variant == "containers":
         return Containers()
     if variant == "attributes":

@@ -163,8 +163,8 @@ class WrapperDriver(RankDriver):
         WATCH.phase = ""
         self.keep(f"output/{number}", output)
         self.keep(f"loss/{number}", loss)
-        if x.grad is not None:
-            self.keep(f"input/{number}", x.grad)
+        for name, grad in self._net.input_gradients(x).items():
+            self.keep(f"input/{number}{name}", grad)
         # They hold the graph, and with it the activations.
         del output, loss
         left = _left()

@@ -1,0 +1,151 @@
+"""Blocks with arguments that require a gradient, and others, in any order. Runs in ranks only."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+NAMES = ("one", "two", "three", "four", "five")
+FLOATS = "floats"
+INDICES = "indices"
+MASK = "mask"
+NUMBER = "number"
+_ROWS = 5
+
+
+class Mixes(nn.Module):
+    """A block with five arguments.
+
+    Args:
+        width: of tensors of floats.
+        kinds: of the arguments, in the order of ``NAMES``: tensors of floats, indices or booleans,
+            or numbers.
+    """
+
+    def __init__(self, width: int, kinds: Sequence[str]) -> None:
+        super().__init__()
+        self.kinds = dict(zip(NAMES, kinds, strict=True))
+        layers: dict[str, nn.Module] = {}
+        for name, kind in self.kinds.items():
+            if kind == FLOATS:
+                layers[name] = nn.Linear(width, width)
+            elif kind == INDICES:
+                layers[name] = nn.Embedding(_ROWS, width)
+        self.layers = nn.ModuleDict(layers)
+
+    def forward(self, one: Any, two: Any, three: Any, four: Any, five: Any) -> torch.Tensor:
+        given = dict(zip(NAMES, (one, two, three, four, five), strict=True))
+        floats = [name for name, kind in self.kinds.items() if kind == FLOATS]
+        made = torch.stack([self.layers[name](given[name]).tanh() for name in floats]).sum(0)
+        for name, kind in self.kinds.items():
+            value = given[name]
+            if kind == INDICES:
+                made = made * (2 + self.layers[name](value).tanh())
+            elif kind == MASK:
+                made = torch.where(value, made, made / 2)
+            elif kind == NUMBER:
+                made = made * value
+        return made
+
+
+def drawn_kinds(numbers: random.Random) -> list[str]:
+    """Return the kinds of a block's arguments: two to four tensors of floats, and others."""
+    count = numbers.randint(2, len(NAMES) - 1)
+    others = [numbers.choice((INDICES, MASK, NUMBER)) for _ in NAMES[count:]]
+    kinds = [*[FLOATS] * count, *others]
+    return numbers.sample(kinds, len(kinds))
+
+
+@dataclass(frozen=True)
+class Call:
+    """The form of one call of :class:`Mixes`.
+
+    Attributes:
+        by_position: the names of arguments that are given by position.
+        by_keyword: those of the others, in the order of the call.
+        trained: those that require a gradient.
+    """
+
+    by_position: tuple[str, ...]
+    by_keyword: tuple[str, ...]
+    trained: frozenset[str]
+
+
+def drawn_call(kinds: Sequence[str], ends_trained: bool, numbers: random.Random) -> Call:
+    """Draw a call.
+
+    Args:
+        kinds: of the block's arguments.
+        ends_trained: whether some tensor with a gradient comes after one without, or the reverse.
+        numbers: these are drawn from.
+    """
+    of_names = dict(zip(NAMES, kinds, strict=True))
+    floats = [name for name in NAMES if of_names[name] == FLOATS]
+    while True:
+        count = numbers.randint(0, len(NAMES))
+        call = Call(
+            NAMES[:count],
+            tuple(numbers.sample(NAMES[count:], len(NAMES) - count)),
+            frozenset(numbers.sample(floats, numbers.randint(1, len(floats)))),
+        )
+        given = (*call.by_position, *call.by_keyword)
+        are_trained = [name in call.trained for name in given if of_names[name] != NUMBER]
+        if are_trained != sorted(are_trained, reverse=ends_trained):
+            return call
+
+
+class MixedCalls:
+    """The calls of one block.
+
+    Args:
+        block: without the wrapper.
+        name: of the block, for records.
+        numbers: all calls are drawn from these.
+
+    Attributes:
+        given: by name, the tensors of the last call that require a gradient.
+    """
+
+    def __init__(self, block: Mixes, name: str, numbers: random.Random) -> None:
+        self._kinds = block.kinds
+        self._name = name
+        self._numbers = numbers
+        self.given: dict[str, torch.Tensor] = {}
+
+    def call(self, wrapped: nn.Module, like: torch.Tensor, ends_trained: bool) -> torch.Tensor:
+        """Call the wrapped block with drawn arguments, and return its result.
+
+        Args:
+            wrapped: the block.
+            like: a tensor of the dtype and shape of floats, on the device.
+            ends_trained: see :func:`drawn_call`.
+        """
+        call = drawn_call(list(self._kinds.values()), ends_trained, self._numbers)
+        values = {name: self._value(kind, like) for name, kind in self._kinds.items()}
+        self.given = {}
+        for name in NAMES:
+            if name in call.trained:
+                values[name].requires_grad_()
+                self.given[f"{name} of {self._name}"] = values[name]
+        made: torch.Tensor = wrapped(
+            *(values[name] for name in call.by_position),
+            **{name: values[name] for name in call.by_keyword},
+        )
+        return made
+
+    def _value(self, kind: str, like: torch.Tensor) -> Any:
+        numbers = self._numbers
+        (rows, columns) = like.shape
+        match kind:
+            case "indices":
+                return torch.tensor(
+                    [numbers.randrange(_ROWS) for _ in range(rows)], device=like.device
+                )
+            case "number":
+                return numbers.uniform(0.5, 2.0)
+        values = [[numbers.gauss(0, 1) for _ in range(columns)] for _ in range(rows)]
+        floats = torch.tensor(values, dtype=like.dtype, device=like.device)
+        return floats > 0 if kind == MASK else floats
