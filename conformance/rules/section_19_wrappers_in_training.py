@@ -68,7 +68,8 @@ parity_rule = partial(rule, reads_all_runs=True, baseline="vanilla", since="1.3"
     "torch.autograd.graph.saved_tensors_hooks",
     remedy="activations that are kept in bfloat16, float16 or fewer bits; a dtype that is chosen "
     "because the network computes in float32; memory that is made with the strides of a tensor, "
-    "which may be 0; segments of an nn.Sequential that leave out a rest",
+    "which may be 0; segments of an nn.Sequential that leave out a rest; saved tensors that are "
+    "found again by their memory, shape and strides, without storage_offset()",
 )
 def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """In float32, on random values, outputs and gradients of linear layers, norms, attention, and
@@ -76,7 +77,9 @@ def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     largest magnitude; so are those of nn.Sequential, with each number of layers from 3 to 7, and
     with a drawn one from 8 to 16. So are those of expanded tensors, whose new dimension is the
     first, the second or the last one and has a drawn size from 2 to 5, and of a view with an offset
-    and steps.
+    and steps. So are those of products of the 2 to 4 parts of one linear layer, cut by chunk, split
+    or unbind, as q, k and v are: the number, the way, the dimension and the order of the columns
+    are drawn.
 
     This is the loss by another order of summation; activations in float16 or bfloat16 lose more.
     """
@@ -151,6 +154,8 @@ def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     So they are if a block saves 4,100 to 5,000 tensors in one forward, and if 520 to 700 forwards
     of two blocks come before their backwards. These numbers are drawn, and the order of the
     backwards.
+
+    One block multiplies the parts of a linear layer, which is cut as in 19.23.
 
     Blocks count their batches in buffers. Afterwards each forward has counted, once, or again
     where it ran again: no update is lost because another forward came before the backward.

@@ -8,6 +8,7 @@ drawn from the session's seed:
     the others        5 to 9 graphs, with 2 to 4 alive at once; three in four batches have the same
                       number of rows; the order of forwards and backwards; the share of
                       dropout
+    all of them       the parts of a linear layer, 2 to 4, and how it is cut
 """
 
 import itertools

@@ -6,7 +6,8 @@ drawn from the session's seed:
 
 wrapper_single   the order of rows of 3 to 7 layers, and of one of 8 to 16; the batches and sizes
                  of signals, images and volumes for convolutions; the sizes of the dimensions that
-                 tensors are expanded to, the rows, and the first column of a view
+                 tensors are expanded to, the rows, and the first column of a view; the number of
+                 parts of a linear layer, 2 to 4, and how it is cut
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
@@ -47,8 +48,9 @@ TRAINING = "training_"
 SINGLE = replace(
     PLAIN,
     name="wrapper_single",
-    summary="a residual network in float32, with linear attention and rows of layers, and "
-    "convolutions of one to three dimensions and expanded tensors, on random values",
+    summary="a residual network in float32, with linear attention, a linear layer that is cut into "
+    "parts, and rows of layers, and convolutions of one to three dimensions and expanded tensors, "
+    "on random values",
     world_sizes=(2,),
     variant="training_single",
 )

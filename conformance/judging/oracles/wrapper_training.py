@@ -16,7 +16,9 @@ with other strides. The unit roundoff u of float32 is 2**-24.
               three blocks. None of them cancels, since there is no softmax, and residual
               connections keep the factor of a block near 1: ten times 2**-18 is below 2**-14. The
               block and the four layers of ``wrapper_long`` have eight, and the three blocks of
-              ``wrapper_retained`` and their layer have twelve. A
+              ``wrapper_retained`` and their layer have twelve. So have ``wrapper_single`` and
+              ``wrapper_graphs`` with a block whose linear layer is cut: its sum in the backward has
+              at most 32 terms and counts twice, so that they are thirteen. A
               saved tensor in float16 costs 2**-11 of each element, and one in bfloat16 2**-8. The
               rows of layers of ``wrapper_single`` have no sums: their 41 layers or fewer round each
               element 123 times, which is 2**-17. Its convolutions have inputs of their own. Four

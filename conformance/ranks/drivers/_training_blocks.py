@@ -11,6 +11,7 @@ from torch import nn
 
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.ranks.drivers._convolutions import convolutions
+from conformance.ranks.drivers._cut_layers import cutting_block
 from conformance.ranks.drivers._exact_factors import Factors, exact_factors
 from conformance.ranks.drivers._expanded_views import expanding_block
 from conformance.ranks.drivers._late_draws import LateBlock, late_blocks
@@ -308,7 +309,8 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
     if scenario.variant == IDLE.variant:
         return idle_blocks()
     if scenario.variant == "training_graphs":
-        return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
+        cuts = cutting_block(scenario, "block 3")
+        return [Counts("block 0"), Attends("block 1"), Counts("block 2"), cuts]
     if scenario.variant == "training_retained":
         late = LateBlock("block 3", "settings", {"drop": 0.0})
         return [Block("block 0"), Attends("block 1"), Block("block 2"), late]
@@ -316,7 +318,9 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         (layers,) = scenario.params[0].shape
         return [Layers("block 0", layers), Block("block 1"), Block("block 2")]
     blocks = [Block("block 0"), Attends("block 1"), Block("block 2")]
-    return [*blocks, *_rows(scenario)] if scenario.variant == "training_single" else blocks
+    if scenario.variant == "training_single":
+        return [*blocks, cutting_block(scenario, "block 3"), *_rows(scenario)]
+    return blocks
 
 
 def _rows(scenario: Scenario) -> list[nn.Module]:
