@@ -78,17 +78,18 @@ def parity(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source=f"{DOCS}: preserve_rng_state",
     remedy="the generator's state of the forward, which has to be set before the forward runs "
     "again: torch.random.fork_rng. Do not tell by a block's modules, or by their mode, whether it "
-    "draws: the generator's state shows it",
+    "draws: the generator's state shows it. A wrapper in a wrapper keeps a state of its own",
 )
 def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With dropout and batch norm inside, and with numbers that a forward draws itself, outputs and
     gradients are those without the wrapper.
 
     These are masks, noise and permutations, of torch.nn.functional.dropout, torch.rand_like,
-    Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. The
-    generator is seeded before each step. The first step trains in eval mode, as frozen statistics
-    ask for: functions still draw then. With the claim draws_anew only the outputs and losses
-    of the first step have to be the same.
+    Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. One or
+    two of them, which are drawn, are inside one or two blocks more, with layers before, between and
+    behind; each of these blocks is wrapped. The generator is seeded before each step. The first
+    step trains in eval mode, as frozen statistics ask for: functions still draw then. With the
+    claim draws_anew only the outputs and losses of the first step have to be the same.
     """
     if claims.has("draws_anew"):
         # Other gradients change the parameters, and so the outputs of later steps.

@@ -155,7 +155,8 @@ def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     of two blocks come before their backwards. These numbers are drawn, and the order of the
     backwards.
 
-    One block multiplies the parts of a linear layer, which is cut as in 19.23.
+    One block multiplies the parts of a linear layer, which is cut as in 19.23. Another one, which
+    is drawn, is inside one or two more, which are wrapped, too.
 
     Blocks count their batches in buffers. Afterwards each forward has counted, once, or again
     where it ran again: no update is lost because another forward came before the backward.
@@ -181,8 +182,9 @@ def retained(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     In later steps blocks have dropout, whose share is drawn, and each of three backwards has the
     mask of the forward. So it has if two graphs of the same blocks have three backwards each, in
-    turns, and if three graphs have two or three in a drawn order. With the claim draws_anew this is
-    required of the steps without dropout. The steps before an error are right.
+    turns, and if three graphs have two or three in a drawn order. One block, which is drawn, is
+    inside one or two more, which are wrapped, too. With the claim draws_anew this is required of
+    the steps without dropout. The steps before an error are right.
     """
     anew = claims.has("draws_anew")
     require_same_or_refused(runs, found, steps_compared=RETAINS_MASKS if anew else None)

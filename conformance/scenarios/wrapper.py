@@ -23,8 +23,9 @@ PLAIN = Scenario(
 RANDOM = replace(
     PLAIN,
     name="wrapper_random",
-    summary="blocks with dropout and batch norm, and blocks that draw without a module for it; the "
-    "generator is seeded before each step; the first one trains in eval mode",
+    summary="blocks with dropout and batch norm, and blocks that draw without a module for it, "
+    "some of them in wrapped blocks; the generator is seeded before each step; the first one trains "
+    "in eval mode",
     world_sizes=(2,),
     variant="random",
 )

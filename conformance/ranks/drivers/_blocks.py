@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from conformance.ranks.drivers._drawing_blocks import drawing_blocks
 from conformance.ranks.drivers._mixed_arguments import MixedCalls, Mixes, drawn_kinds
+from conformance.ranks.drivers._nested_blocks import wrap_levels
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.interrupts import ERROR
 from conformance.scenarios.model import Scenario
@@ -267,7 +268,7 @@ class Stack(nn.Module):
     def wrap(self, wrap: Wrap) -> None:
         """Replace each block by its wrapper."""
         for index, block in enumerate(self.blocks):
-            self.blocks[index] = wrap(block)
+            self.blocks[index] = wrap_levels(block, wrap)
 
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
         """Leave out the blocks that are not ``used``."""

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from conformance.ranks.drivers._nested_blocks import nested
+
 Draw = Callable[[torch.Tensor, float], torch.Tensor]
 
 
@@ -70,6 +72,18 @@ class Draws(nn.Module):
 
 
 def drawing_blocks(width: int, numbers: random.Random) -> list[nn.Module]:
-    """Return a block for each way to draw, in a drawn order, each with a share of 0.1 to 0.6."""
+    """Return a block for each way to draw, in a drawn order, each with a share of 0.1 to 0.6.
+
+    One or two of them, which are drawn, are nested. Layers around these may draw, too.
+    """
     ways = numbers.sample(WAYS, len(WAYS))
-    return [Draws(width, draw, numbers.uniform(0.1, 0.6)) for draw in ways]
+    made: list[nn.Module] = [Draws(width, draw, numbers.uniform(0.1, 0.6)) for draw in ways]
+
+    def layer() -> nn.Module:
+        if numbers.random() < 0.5:
+            return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        return Draws(width, numbers.choice(WAYS), numbers.uniform(0.1, 0.6))
+
+    for index in numbers.sample(range(len(made)), numbers.randint(1, 2)):
+        made[index] = nested(made[index], numbers, layer)
+    return made

@@ -15,6 +15,7 @@ from conformance.ranks.drivers._cut_layers import cutting_block
 from conformance.ranks.drivers._exact_factors import Factors, exact_factors
 from conformance.ranks.drivers._expanded_views import expanding_block
 from conformance.ranks.drivers._late_draws import LateBlock, late_blocks
+from conformance.ranks.drivers._nested_blocks import nested, wrap_levels
 from conformance.ranks.drivers._parts_of_blocks import idle_blocks, parted_blocks
 from conformance.ranks.drivers._turning_blocks import Turns
 from conformance.ranks.drivers._written_blocks import blocks_that_change_products, written_blocks
@@ -159,6 +160,21 @@ class Grows(nn.Module):
         return x + x * self.weight / 8
 
 
+class Drops(nn.Module):
+    """A layer that drops elements.
+
+    Args:
+        share: returns the share of dropped elements.
+    """
+
+    def __init__(self, share: Callable[[], float]) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, self.share(), self.training)
+
+
 class Layers(nn.Module):
     """A block of many layers, each of which multiplies its input by signs, and saves it."""
 
@@ -241,7 +257,7 @@ class Chain(nn.Module):
         """Replace each block by its wrapper."""
         for blocks in (self.blocks, self.beside):
             for index, block in enumerate(blocks):
-                blocks[index] = wrap(block)
+                blocks[index] = wrap_levels(block, wrap)
 
     def evaluate(self, x: torch.Tensor) -> None:
         """Run a forward in evaluation mode, as a trainer does between two steps."""
@@ -310,10 +326,17 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         return idle_blocks()
     if scenario.variant == "training_graphs":
         cuts = cutting_block(scenario, "block 3")
-        return [Counts("block 0"), Attends("block 1"), Counts("block 2"), cuts]
+        counts = [Counts(f"block {index}") for index in (0, 2)]
+        shares = [lambda block=block: block.dropout.p for block in counts]
+        first, third = _one_nested(scenario, counts, shares)
+        return [first, Attends("block 1"), third, cuts]
     if scenario.variant == "training_retained":
         late = LateBlock("block 3", "settings", {"drop": 0.0})
-        return [Block("block 0"), Attends("block 1"), Block("block 2"), late]
+        plain = [Block(f"block {index}") for index in (0, 2)]
+        shares = [lambda block=block: block.dropout.p for block in plain]
+        shares.append(lambda: late.settings["drop"])
+        first, third, last = _one_nested(scenario, [*plain, late], shares)
+        return [first, Attends("block 1"), third, last]
     if scenario.variant == "training_many":
         (layers,) = scenario.params[0].shape
         return [Layers("block 0", layers), Block("block 1"), Block("block 2")]
@@ -321,6 +344,27 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
     if scenario.variant == "training_single":
         return [*blocks, cutting_block(scenario, "block 3"), *_rows(scenario)]
     return blocks
+
+
+def _one_nested(
+    scenario: Scenario, blocks: Sequence[nn.Module], shares: Sequence[Callable[[], float]]
+) -> list[nn.Module]:
+    """Return blocks of which a drawn one is nested.
+
+    Args:
+        scenario: the scenario.
+        blocks: these.
+        shares: returns the share of dropout, for each block.
+    """
+    numbers = generator(scenario, "nested")
+    made = list(blocks)
+    index = numbers.randrange(len(made))
+    made[index] = nested(
+        made[index],
+        numbers,
+        lambda: Grows() if numbers.random() < 0.5 else Drops(shares[index]),
+    )
+    return made
 
 
 def _rows(scenario: Scenario) -> list[nn.Module]:

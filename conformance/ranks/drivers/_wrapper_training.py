@@ -27,6 +27,7 @@ from conformance.ranks.drivers._graphs_alive import (
 from conformance.ranks.drivers._late_draws import draw_in
 from conformance.ranks.drivers._many_graphs import run_graphs, run_many
 from conformance.ranks.drivers._module_hooks import generators
+from conformance.ranks.drivers._nested_blocks import innermost
 from conformance.ranks.drivers._parts_of_blocks import run_idle, run_parts
 from conformance.ranks.drivers._training_blocks import (
     COLUMNS,
@@ -85,7 +86,7 @@ class WrapperTraining:
         # Wrapping may rename parameters and modules.
         self._parameters = dict(self._net.named_parameters())
         modules = dict(self._net.named_modules())
-        self._inside = list(self._net.blocks)
+        self._inside = [innermost(block) for block in self._net.blocks]
         self._beside = list(self._net.beside)
         self._shapes = [*convolution_shapes(self._scenario), expanded_shape(self._scenario)]
         # A wrapper may put others in the place of layers.
