@@ -86,8 +86,8 @@ def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     These are masks, noise and permutations, of torch.nn.functional.dropout, torch.rand_like,
     Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. One or
-    two of them, which are drawn, are inside one or two blocks more, with layers before, between and
-    behind; each of these blocks is wrapped. The generator is seeded before each step. The first
+    two drawn blocks are inside one or two blocks more, with layers before, between and behind; each
+    of these blocks is wrapped. The generator is seeded before each step. The first
     step trains in eval mode, as frozen statistics ask for: functions still draw then. With the
     claim draws_anew only the outputs and losses of the first step have to be the same.
     """
@@ -351,11 +351,16 @@ def errors(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source="torch documentation, torch.nn.Module.register_forward_hook, "
     "register_full_backward_hook",
-    remedy="call the module, module(...), rather than its forward",
+    remedy="call the module, module(...), rather than its forward, also when it runs again",
 )
 def hooks(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Hooks on the wrapper and on modules inside fire as often as without it; forward hooks inside
-    may fire again when the forward runs again."""
+    may fire again when the forward runs again.
+
+    Other hooks return a changed input, by position and with_kwargs, a changed output, or a changed
+    gradient of the input. Each multiplies by a factor from 0.5 to 0.9, which is drawn from the
+    session's seed. Gradients are those without the wrapper.
+    """
     require_same_results(runs, found)
     require_same_hooks(runs, found)
 

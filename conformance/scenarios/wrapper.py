@@ -24,8 +24,8 @@ RANDOM = replace(
     PLAIN,
     name="wrapper_random",
     summary="blocks with dropout and batch norm, and blocks that draw without a module for it, "
-    "some of them in wrapped blocks; the generator is seeded before each step; the first one trains "
-    "in eval mode",
+    "some in wrapped blocks; the generator is seeded before each step; the first one "
+    "trains in eval mode",
     world_sizes=(2,),
     variant="random",
 )
@@ -151,7 +151,8 @@ RAISES = replace(
 HOOKED = replace(
     PLAIN,
     name="wrapper_hooked",
-    summary="hooks on the wrapper, and on modules inside",
+    summary="hooks on the wrapper, and on modules inside, which count, and change inputs, outputs "
+    "and gradients",
     steps=("normal",) * 2,
     world_sizes=(2,),
     variant="hooked",

@@ -74,7 +74,7 @@ class Draws(nn.Module):
 def drawing_blocks(width: int, numbers: random.Random) -> list[nn.Module]:
     """Return a block for each way to draw, in a drawn order, each with a share of 0.1 to 0.6.
 
-    One or two of them, which are drawn, are nested. Layers around these may draw, too.
+    One or two drawn blocks are nested. Layers around these may draw, too.
     """
     ways = numbers.sample(WAYS, len(WAYS))
     made: list[nn.Module] = [Draws(width, draw, numbers.uniform(0.1, 0.6)) for draw in ways]

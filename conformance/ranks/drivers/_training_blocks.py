@@ -349,7 +349,7 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
 def _one_nested(
     scenario: Scenario, blocks: Sequence[nn.Module], shares: Sequence[Callable[[], float]]
 ) -> list[nn.Module]:
-    """Return blocks of which a drawn one is nested.
+    """Return blocks, with a drawn one nested.
 
     Args:
         scenario: the scenario.

@@ -79,7 +79,7 @@ class WrapperDriver(RankDriver):
         # Wrapping may rename parameters and buffers: their names are taken before.
         self._parameters = dict(net.named_parameters())
         self._buffers = dict(net.named_buffers())
-        self._hooks = Hooks(net) if self.scenario.variant == "hooked" else None
+        self._hooks = Hooks(net, self.scenario) if self.scenario.variant == "hooked" else None
         net.wrap(self._make_wrap())
         if self._hooks:
             self._hooks.register("wrapper", net.blocks[0])
