@@ -5,6 +5,7 @@ derives from this how far results may differ from those without a wrapper.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -327,13 +328,13 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
     if scenario.variant == "training_graphs":
         cuts = cutting_block(scenario, "block 3")
         counts = [Counts(f"block {index}") for index in (0, 2)]
-        shares = [lambda block=block: block.dropout.p for block in counts]
-        first, third = _one_nested(scenario, counts, shares)
+        of_counts = [partial(_share, block) for block in counts]
+        first, third = _one_nested(scenario, counts, of_counts)
         return [first, Attends("block 1"), third, cuts]
     if scenario.variant == "training_retained":
         late = LateBlock("block 3", "settings", {"drop": 0.0})
         plain = [Block(f"block {index}") for index in (0, 2)]
-        shares = [lambda block=block: block.dropout.p for block in plain]
+        shares: list[Callable[[], float]] = [partial(_share, block) for block in plain]
         shares.append(lambda: late.settings["drop"])
         first, third, last = _one_nested(scenario, [*plain, late], shares)
         return [first, Attends("block 1"), third, last]
@@ -344,6 +345,10 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
     if scenario.variant == "training_single":
         return [*blocks, cutting_block(scenario, "block 3"), *_rows(scenario)]
     return blocks
+
+
+def _share(block: Block) -> float:
+    return block.dropout.p
 
 
 def _one_nested(
