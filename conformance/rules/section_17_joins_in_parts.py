@@ -60,7 +60,8 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     since="2.0",
     source=f"{TUTORIAL}: one context per epoch; the same as 17.1: even inputs train as without "
     "the context",
-    remedy="an update that is made in the next step, and dropped as the context ends; momentum "
+    remedy="a gradient that a shadowed step leaves, and the next step adds to; an update that is "
+    "made in the next step, and dropped as the context ends; momentum "
     "that join_hook() or post_hook() clears, join_hook() after an exception, or post_hook() in a "
     "context without inputs; a schedule that writes to groups which load_state_dict() has "
     "replaced; an optimizer of a model that a join has replaced; a step that is counted, or begun, "
@@ -82,6 +83,11 @@ def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
     A context in which no rank has an input changes no parameter or buffer, and no state of an
     optimizer, that ranks hold alike, as far as two joins of even inputs, after as many contexts,
     leave them. There is a second such context, and parameters are then the same after each step.
+
+    After uneven inputs, a context with 2 to 5 even ones is run twice, with a joinable each: as it
+    is, and after the kit has cleared the gradients of ranks that joined early. If the steps of the
+    joinable leave no gradient, the parameters are the same after each step: no shadowed step has
+    left one to which the next step adds.
 
     The number of steps, and those at which contexts end, are drawn. A schedule is read in 100 to
     140 steps after two joins. Inputs, a loss and rates may follow the number of contexts, and a

@@ -3,6 +3,7 @@
 The seed and the scenario's name alone decide them. See ``joins_in_parts.py`` for the scenarios.
 """
 
+import itertools
 import random
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,6 +57,8 @@ class Uneven:
         plain: the first context.
         rest: the context after it, with even inputs; the same joinable. None if there is none.
         again: the first one again, with a new joinable.
+        rest_again: the context after that one; ranks that joined early have cleared gradients as it
+            begins. None if there is none.
         outdated: again, and values of the other ranks go back by a step while they shadow.
     """
 
@@ -63,6 +66,7 @@ class Uneven:
     plain: int
     rest: int | None
     again: int
+    rest_again: int | None
     outdated: int
 
 
@@ -141,9 +145,8 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
         inputs = _inputs(draw, size, one.late, steps)
         most = max(inputs)
         rest = (steps - most,) * size
+        contexts += [PartContext(inputs), PartContext(rest, most, is_new=False)] * 2
         contexts.append(PartContext(inputs))
-        contexts.append(PartContext(rest, most, is_new=False))
-        contexts += [PartContext(inputs)] * 2
     of_long = generator(scenario, "long")
     for one in long_contexts(scenario, size):
         most = of_long.randint(*_LONG_STEPS)
@@ -158,7 +161,7 @@ def uneven_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
     begin = WHOLE + 1 if scenario.size else _FIRST_UNEVEN
     ranks = generator(scenario, "late").sample(range(size), size)
     return tuple(
-        Uneven(late, *range(begin + 4 * place, begin + 4 * place + 4))
+        Uneven(late, *range(begin + 5 * place, begin + 5 * place + 5))
         for place, late in enumerate(ranks)
     )
 
@@ -172,10 +175,10 @@ def long_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
     if scenario.size:
         return ()
     short = uneven_contexts(scenario, size)
-    begin = _FIRST_UNEVEN + 4 * len(short)
+    begin = _FIRST_UNEVEN + 5 * len(short)
     return tuple(
-        Uneven(one.late, begin + 3 * place, None, begin + 3 * place + 1, begin + 3 * place + 2)
-        for place, one in enumerate(short)
+        Uneven(one.late, plain, None, again=plain + 1, rest_again=None, outdated=plain + 2)
+        for plain, one in zip(itertools.count(begin, 3), short, strict=False)
     )
 
 

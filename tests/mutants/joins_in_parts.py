@@ -122,6 +122,57 @@ class KeepsItsMomentum(LosesItsSchedule):
 # ---- Kept by later contexts
 
 
+class LeavesAMean(Averages):
+    """Clear gradients after a step, and shadow with them: they keep the mean of the last shadow."""
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.seen += 1
+        self.net(torch.randn(5, 4)).square().mean().backward()
+        self.average()
+        self.optimizer.step()
+        self.clear()
+
+    def average(self) -> None:
+        own = torch.cat([parameter.grad.reshape(-1) for parameter in self.net.parameters()])
+        mean = self.mean(own, 1.0)
+        sizes = [parameter.numel() for parameter in self.net.parameters()]
+        for parameter, values in zip(self.net.parameters(), mean.split(sizes), strict=True):
+            parameter.grad.copy_(values.view_as(parameter))
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    def shadow(self) -> None:
+        for parameter in self.net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        own = torch.cat([parameter.grad.reshape(-1) for parameter in self.net.parameters()])
+        self.put(self.mean(own, 0.0))
+
+
+class LeavesAMeanInAFlatBuffer(LeavesAMean):
+    """The same with gradients in one flat vector, in which steps and shadows clear them to zeros
+    before they send it, and steps after it.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.flat = torch.zeros(sum(p.numel() for p in self.net.parameters()))
+        at = 0
+        for parameter in self.net.parameters():
+            parameter.grad = self.flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+    def average(self) -> None:
+        self.flat.copy_(self.mean(self.flat, 1.0))
+
+    def clear(self) -> None:
+        self.flat.zero_()
+
+    def shadow(self) -> None:
+        self.flat.copy_(self.mean(self.flat.zero_(), 0.0))
+
+
 class MergesKeywords(Averages):
     """Merge the keyword arguments of each context with those of the contexts before."""
 
@@ -158,6 +209,8 @@ MUTANTS = [
             "StepsLater",
             "LosesItsSchedule",
             "KeepsItsMomentum",
+            "LeavesAMean",
+            "LeavesAMeanInAFlatBuffer",
         )
     ),
     *(Mutant(name, ("17.26",), kind=KIND) for name in ("MergesKeywords", "ForgetsOnTheLastRank")),

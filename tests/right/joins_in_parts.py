@@ -255,6 +255,65 @@ class AlignsToTrainers(Mean):
             dist.broadcast(parameter.detach(), source, group=self.group)
 
 
+class ClearsAfterwards(Mean):
+    """Clear gradients after each step and each shadow, to zeros in a flat vector."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.flat = self.zeros()
+        for parameter, part in zip(self.parameters, self.flat.split(self.sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.loss().backward()
+        self.update(self.reduce(self.flat))
+        self.flat.zero_()
+
+    def shadow(self) -> None:
+        self.reduce(self.flat)
+        self.flat.zero_()
+
+
+class StepsWithEverySecondMean(Mean):
+    """Accumulate the means of two steps in ``.grad``, also in shadows; what is pending outlives a
+    context, and is handed out.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.steps = 0
+
+    def update(self, mean: torch.Tensor) -> None:
+        for parameter, part in zip(self.parameters, mean.split(self.sizes), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad += part.view_as(parameter)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            super().update(torch.cat([one.grad.reshape(-1) for one in self.parameters]))
+            self.net.zero_grad()
+
+    def shadow(self) -> None:
+        self.update(self.reduce(self.zeros()))
+
+    def finish(self, is_last: bool) -> None:
+        pass
+
+
+class LeavesASum(ClearsAfterwards):
+    """Shadow with the gradients, and clear them before each step alone."""
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.flat.zero_()
+        self.loss().backward()
+        self.update(self.reduce(self.flat))
+
+    def shadow(self) -> None:
+        self.reduce(self.flat.zero_())
+
+
 RIGHT = [
     Right(name, kind="joinable")
     for name in (
@@ -267,5 +326,8 @@ RIGHT = [
         "SumsItsInputs",
         "FetchesAhead",
         "AlignsToTrainers",
+        "ClearsAfterwards",
+        "StepsWithEverySecondMean",
+        "LeavesASum",
     )
 ]

@@ -39,7 +39,9 @@ from conformance.scenarios.join_part_draws import (
     THROWN,
     WHOLE,
     WHOLE_AGAIN,
+    Uneven,
     part_contexts,
+    uneven_contexts,
 )
 
 ONE_OBJECT = "the target is one object, and makes no other one"
@@ -54,6 +56,10 @@ LOST = "an update that is pending, momentum or another state is lost between con
 EMPTY_LEFT = (
     "a context in which no rank has an input clears a state, or hands out one that no rank has had"
 )
+LEFT = (
+    "a shadowed step leaves a gradient, and the first step of the next context adds to it: clear "
+    "gradients in shadowed steps, too, or before each step"
+)
 STOPPED = "a step that notify_join_context() has stopped is counted, or begun, on some ranks"
 NO_PARAMETERS = "it trains no parameters, or its numbers are others each time"
 FOLLOWS_CONTEXTS = "inputs, a rate or its state follow the number of contexts, or the join"
@@ -63,18 +69,19 @@ def require_same_in_parts(run: Run, found: Found) -> None:
     """Require that several contexts train as one, and that a schedule goes on after a join."""
     if is_one_object(run, found):
         return
-    lasting, parameters, thrown, emptied = Found(), Found(), Found(), Found()
+    lasting, parameters, thrown, emptied, left = Found(), Found(), Found(), Found(), Found()
     require_lasting_schedules(run, lasting)
     if not lasting.failures:
         _require_parameters(run, parameters)
     if not lasting.failures and not parameters.failures:
         _require_same_state_after_throws(run, thrown)
         _require_same_state_after_empty_context(run, emptied)
+        _require_nothing_left_in_gradients(run, left)
     for trial in (lasting, parameters, thrown):
         found.checked(trial.checks)
         found.failures += trial.failures
-    # What has no parameters is judged by its other state only if it fails.
-    found.failures += emptied.failures
+    # What has no parameters, or follows contexts, is judged by the rest only if it fails.
+    found.failures += emptied.failures + left.failures
     if not found.checks:
         found.does_not_apply(parameters.not_applicable or NO_PARAMETERS)
 
@@ -147,6 +154,54 @@ def _require_same_state_after_empty_context(run: Run, found: Found) -> None:
             f"{first}: it has changed {name}, and other joins do not",
             EMPTY_LEFT,
         )
+
+
+def _require_nothing_left_in_gradients(run: Run, found: Found) -> None:
+    """Require that a context trains the same whether or not ranks that joined early in the one
+    before have cleared their gradients since.
+
+    A joinable may keep a gradient for its next step: one is judged if its steps leave none.
+    """
+    if not all(event["is_cleared"] for steps in traced(run, WHOLE) for event in steps.values()):
+        return
+    for one in uneven_contexts(run.scenario, run.world):
+        _require_same_rest(run, one, found)
+
+
+def _require_same_rest(run: Run, uneven: Uneven, found: Found) -> None:
+    rest, again = uneven.rest, uneven.rest_again
+    if rest is None or again is None:
+        return
+    # The rank that joined last has made its own last step, and holds the gradients that it leaves.
+    if not _held(of_context(run, rest)[uneven.late], "begun")["is_cleared"]:
+        return
+    if not _are_alike(traced(run, uneven.plain), traced(run, uneven.again)):
+        return
+    early = [
+        member.rank.rank
+        for place, member in enumerate(of_context(run, rest))
+        if place != uneven.late and not _held(member, "begun")["is_cleared"]
+    ]
+    for at, here in _pairs(run, traced(run, again), rest):
+        if any(_may_differ(one, other) or one["before"] != other["before"] for one, other in here):
+            return
+        if any(one["local"] != other["local"] for one, other in here):
+            return
+        differing = [
+            rank for rank, (one, other) in enumerate(here) if one["after"] != other["after"]
+        ]
+        found.require(
+            not differing,
+            "the same parameters if gradients are cleared between two contexts, as they are after "
+            "each step",
+            f"step {at}, after a context with inputs "
+            f"{part_contexts(run.scenario, run.world)[uneven.plain].inputs}: other parameters on "
+            f"ranks {differing} if the kit clears the gradients that ranks {early} held after the "
+            "join",
+            LEFT,
+        )
+        if differing:
+            return
 
 
 def _changed_values(run: Run, first_context: int, second_context: int) -> set[str]:

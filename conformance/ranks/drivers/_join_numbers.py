@@ -187,6 +187,23 @@ def trained_by(subject: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def are_cleared(parameters: list[torch.Tensor]) -> bool:
+    """Whether no parameter has a gradient other than 0."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    return not any(one.to_dense().any() for one in gradients)
+
+
+def clear_gradients(parameters: list[torch.Tensor], are_dropped: list[bool]) -> None:
+    """Clear gradients: drop some, and set the others to zeros in their memory, which may be a part
+    of a flat vector.
+    """
+    for parameter, is_dropped in zip(parameters, are_dropped, strict=False):
+        if is_dropped:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.zero_()
+
+
 def _optimized(part: Any) -> list[torch.Tensor]:
     """Return the parameters of an optimizer that may have gradients; none of another part."""
     groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()

@@ -27,7 +27,13 @@ from typing import Any
 import torch
 
 from conformance.ranks.drivers._contexts import Contexts
-from conformance.ranks.drivers._join_numbers import Numbers, digest_of, trained_by
+from conformance.ranks.drivers._join_numbers import (
+    Numbers,
+    are_cleared,
+    clear_gradients,
+    digest_of,
+    trained_by,
+)
 from conformance.ranks.drivers._join_parts import (
     deep_tensors_of,
     generators_of,
@@ -94,6 +100,7 @@ class InParts:
         self.alike: frozenset[str] = frozenset()
         self.changing: dict[str, Mask] = {}
         self.outdated: dict[str, Mask | None] = {}
+        self.are_dropped: list[bool] = []
         self.of_parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
@@ -105,7 +112,10 @@ class InParts:
             for one in contexts(scenario, self.driver.world)
             for number in (one.plain, one.outdated)
         }
+        late = {one.rest_again: one.late for one in uneven_contexts(scenario, self.driver.world)}
         for number, context in enumerate(part_contexts(scenario, self.driver.world)):
+            if late.get(number, self.driver.group_rank) != self.driver.group_rank:
+                clear_gradients(trained_by(self.made[-1]), self.are_dropped)
             if context.is_new and not self._make():
                 return
             if number in uneven:
@@ -170,7 +180,7 @@ class InParts:
         each step changes.
         """
         steady = Steady(self._tensors)
-        self._train(WHOLE, context, steady.stepped)
+        self.are_dropped = self._train(WHOLE, context, steady.stepped).are_dropped
         self.changing = steady.changing
         self.alike = self._alike("even")
 
@@ -297,6 +307,7 @@ class TracedNumbers(Numbers):
             self.last = context.begin + context.taken(driver.group_rank) - 1
         self.before: list[str] | None = None
         self.mean: list[str] = []
+        self.are_dropped: list[bool] = []
         self.has_stepped = False
         self.follows_state = False
         self._followed: dict[str, str] = {}
@@ -321,6 +332,7 @@ class TracedNumbers(Numbers):
             before=self.before,
             local={str(index): digest_of(value) for index, value in self.local.items()},
             mean=self.mean,
+            is_cleared=are_cleared(self.parameters),
             after=after,
             settings=_settings(self.subject),
             is_seen=self._is_seen(set(range(len(self.parameters)))),
@@ -393,6 +405,7 @@ class TracedNumbers(Numbers):
             "none" if parameter.grad is None else digest_of(parameter.grad)
             for parameter in self.parameters
         ]
+        self.are_dropped = [parameter.grad is None for parameter in self.parameters]
 
     def _parameters(self) -> list[str]:
         return [digest_of(parameter) for parameter in self.parameters]
@@ -402,6 +415,7 @@ class TracedNumbers(Numbers):
             "held",
             when=when,
             parameters=self._parameters(),
+            is_cleared=are_cleared(self.parameters),
             digests=digests(
                 deep_tensors_of(self.subject) | tensors_of(self.subject, with_gradients=False)
             ),

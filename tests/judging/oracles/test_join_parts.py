@@ -69,13 +69,14 @@ def _events(scenario: Scenario, rank: int) -> Any:
                     after=[f"stepped {at}"],
                     settings={"lr": "0.1"},
                     is_seen=True,
+                    is_cleared=True,
                     is_held=False,
                     numbers={"epoch": "1"},
                 )
             )
         for when in ("begun", "leaving") if context.inputs[rank] else ():
             held = {"parameters": ["held"], "digests": {"p": "held", "own": f"of rank {rank}"}}
-            held["floats"] = {"typical": "0.5"}
+            held |= {"floats": {"typical": "0.5"}, "is_cleared": True}
             yield Event(event("held", number, when=when, generators={}, **held))
         state = event("state_of_joinable", number, when="leaving", divides=False)
         yield Event(state | {"digests": {"p": "held", "q": "held"}})
@@ -176,6 +177,33 @@ def in_parts(made: Run) -> Found:
     found = Found()
     join_parts.require_same_in_parts(made, found)
     return found
+
+
+def left_in_gradients(**fields: Any) -> Run:
+    """Return the run with a gradient after a join, and other fields in the steps that follow."""
+    one = UNEVEN[1]
+    made = changed("traced", (one.rest,), lambda traced: traced.update(fields))
+    early = made.ranks[1 - one.late]
+    early.one("held", step=one.rest, when="begun")["is_cleared"] = False
+    return made
+
+
+def test_a_joinable_may_keep_gradients_for_its_next_step() -> None:
+    made = left_in_gradients(after=["other"])
+    assert in_parts(made).failures
+    made.ranks[0].one("traced", step=WHOLE, at=1)["is_cleared"] = False
+    assert not in_parts(made).failures
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        left_in_gradients(after=["other"], local={"0": "of other inputs"}),
+        left_in_gradients(after=["other"], settings={"lr": "0.2"}),
+    ],
+)
+def test_a_context_may_have_other_inputs_and_rates_than_the_same_one_before(made: Run) -> None:
+    assert not in_parts(made).failures
 
 
 def test_the_same_numbers_are_right() -> None:
@@ -286,19 +314,20 @@ def test_failures_are_described() -> None:
         *in_parts(changed("traced", THROWN[1:2], lambda one: one.update(after=["x"]))).failures,
         *in_parts(changed("traced", EMPTIED[4:], lambda one: one.update(after=["x"]))).failures,
         *in_parts(changed_after_no_inputs()).failures,
+        *in_parts(left_in_gradients(after=["other"])).failures,
     ]
     expecttest.assert_expected_inline(
         read_failures(failures),
         """\
 Expected: p with the same value, whatever is in the state of rank 0 that shadowed steps do
     not update
-Actual: rank 1, context 29 with inputs (2, 7): p changed when the kit put older values
+Actual: rank 1, context 30 with inputs (2, 7): p changed when the kit put older values
     into that state of rank 0
 Likely cause: a joined rank sends one of these values, or computes with it in a shadowed
     step: typical, s (2 of 6 elements), p, ...
 Expected: typical with the same value, whatever is in the state of rank 0 that shadowed
     steps do not update
-Actual: rank 1, context 29 with inputs (2, 7): typical changed when the kit put older
+Actual: rank 1, context 30 with inputs (2, 7): typical changed when the kit put older
     values into that state of rank 0
 Likely cause: a joined rank sends one of these values, or computes with it in a shadowed
     step: typical, s (2 of 6 elements), r, ...
@@ -316,7 +345,7 @@ Expected: lr that goes on changing in each step, as in one context
 Actual: rank 0, context 4: lr stays 0.6, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that goes on changing in each step, as in one context
-Actual: rank 0, context 31: lr stays 0.7, as at the join before
+Actual: rank 0, context 32: lr stays 0.7, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that changes in 133 steps of a context, as in those of the first one
 Actual: rank 0, context 12: lr stays 0.1, as at the join before
@@ -348,7 +377,13 @@ Likely cause: an update that is pending, momentum or another state is lost betwe
 Expected: p as before a context without inputs on any rank
 Actual: rank 0, context 19 with inputs (0, 0): it has changed p, and other joins do not
 Likely cause: a context in which no rank has an input clears a state, or hands out one
-    that no rank has had""",
+    that no rank has had
+Expected: the same parameters if gradients are cleared between two contexts, as they are
+    after each step
+Actual: step 8, after a context with inputs (8, 3): other parameters on ranks [1] if the
+    kit clears the gradients that ranks [1] held after the join
+Likely cause: a shadowed step leaves a gradient, and the first step of the next context
+    adds to it: clear gradients in shadowed steps, too, or before each step""",
     )
 
 
