@@ -102,11 +102,17 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.4",),
     since="1.2",
     source="empty batches on one rank: its context is entered, and nothing happens in it",
-    remedy="collectives that begin in the backward, and wait for one on every rank",
+    remedy="collectives that begin in the backward, and wait for one on every rank; an average "
+    "that is left out, or gradients that are cleared, because no rank has had a backward",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """If a rank has neither a forward nor a backward in some micro-batches, the last one among
     them, it counts with zeros, and ends with the same gradients as the others.
+
+    In two steps, which are drawn, no rank has a backward in some micro-batch, as if all ranks had
+    left out a loss that is not finite: in one step it is the last micro-batch, and in the other an
+    earlier one. A drawn part of the ranks has a forward there. What has accumulated before is
+    averaged all the same.
 
     DDP needs a backward on every rank: with the claims ``find_unused`` and ``all_used`` the rule
     does not apply.
@@ -150,7 +156,8 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "model.process_group and not from rank 0, in any mode of the model: each buffer in its own "
     "dtype, those of frozen layers too; read the list anew in every step, since a list that is "
     "kept lacks new buffers, and state_dict() lacks some; copy a contiguous copy back into its "
-    "buffer. Send no buffers if model.broadcast_buffers is False",
+    "buffer. Send no buffers if model.broadcast_buffers is False, and none in hooks that stay on "
+    "the module: one rank alone may evaluate it",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
@@ -167,6 +174,10 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     In two drawn steps the model is in evaluation mode, and one of these layers at least is in
     training mode; in another one it is the other way round. A layer in evaluation mode leaves its
     buffers as they are, and may be left out when buffers are sent.
+
+    Before two drawn steps one rank alone, which is drawn, has a forward of the module inside of DDP
+    in evaluation mode, as the main process of many scripts has: a hook there that sends something
+    waits for the others.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own. Buffers of a model on a
@@ -220,7 +231,8 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     source="training loops that skip a micro-batch that runs out of memory; torch documentation, "
     "torch.Tensor.backward: gradients are in .grad once they have accumulated",
     remedy="state that is changed when a context begins, and restored only if it ends well; code "
-    "for one class of exceptions; notes on gradients that an exception drops, of earlier "
+    "for one class of exceptions; state that ends with the last micro-batch, also if that fails "
+    "and comes again; notes on gradients that an exception drops, of earlier "
     "micro-batches or of the failed one: these gradients are there",
 )
 def recovered(run: Run, claims: Claims, found: Found) -> None:
@@ -236,6 +248,9 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
     one another error that trainers catch; the others have drawn exceptions. Each comes twice, once
     in a step's first micro-batch. With the claims ``find_unused`` and ``all_used`` it comes before
     the backward.
+
+    In two steps more, which are drawn, the last micro-batch fails before its backward, and comes
+    again as the last one.
     """
     for rank in run.ranks:
         for event in rank.all("failed"):
@@ -313,7 +328,8 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
     ``counts``.
 
     Before drawn steps the model is evaluated: eval(), forwards under no_grad, and train(). Others
-    have such forwards before their last micro-batch, in either mode.
+    have such forwards before their last micro-batch, in either mode. A third of the former are
+    forwards of the module inside of DDP, on one drawn rank alone.
     """
     require_means(run, found)
 

@@ -28,12 +28,34 @@ VARIANTS = (RECOVERED, RECOVERED_ALIKE, RECOVERED_EARLY)
 _ALWAYS, _BEFORE_IT, _AFTER_IT, _BY_RANK, _IN_IT_ALONE = range(5)
 
 
+_COME_AGAIN = 2  # steps
+
+
+def comes_again(scenario: Scenario, step: int) -> bool:
+    """Whether the last micro-batch of a step breaks off, and comes again as the last one.
+
+    It is so in two steps, which are drawn. A strategy may average in the backward of that
+    micro-batch, so that it breaks off before.
+    """
+    return scenario.variant in VARIANTS and step in _steps_with_two_ends(scenario)
+
+
+def place_among_breaks(scenario: Scenario, step: int) -> int:
+    """Return the number of a step among those in which another micro-batch than the last breaks
+    off.
+    """
+    return step - sum(other < step for other in _steps_with_two_ends(scenario))
+
+
 def way_of_break(scenario: Scenario, step: int) -> str:
     """Return how a micro-batch breaks off; the step goes on.
 
-    Two neighbours have each way: in one of them the first micro-batch breaks off.
+    Of the steps in which it is not the last one, two neighbours have each way: in one of them the
+    first micro-batch breaks off.
     """
-    return _drawn_ways(scenario)[step // 2] if scenario.variant == RECOVERED else BEFORE
+    if scenario.variant != RECOVERED or comes_again(scenario, step):
+        return BEFORE
+    return _drawn_ways(scenario)[place_among_breaks(scenario, step) // 2]
 
 
 def drawn_error(scenario: Scenario, step: int) -> str:
@@ -42,7 +64,9 @@ def drawn_error(scenario: Scenario, step: int) -> str:
     Of the ways that make gradients, one has an error of memory, one has another error that trainers
     catch, and one any exception. The way that makes none has an error that trainers catch.
     """
-    way = _drawn_ways(scenario)[step // 2]
+    way = BEFORE
+    if not comes_again(scenario, step):
+        way = _drawn_ways(scenario)[place_among_breaks(scenario, step) // 2]
     with_gradients = [one for one in _WAYS if one != BEFORE]
     of_memory, of_others, _ = generator(scenario, "error").sample(with_gradients, 3)
     if way == of_memory:
@@ -80,6 +104,10 @@ def uses_around_break(
         return kind == _IN_IT_ALONE or (kind == _ALWAYS and in_it)
     by_kind = {_BEFORE_IT: batch < broken, _AFTER_IT: batch > broken, _IN_IT_ALONE: False}
     return by_kind.get(kind, True)
+
+
+def _steps_with_two_ends(scenario: Scenario) -> list[int]:
+    return generator(scenario, "two ends").sample(range(len(scenario.steps)), _COME_AGAIN)
 
 
 def _drawn_ways(scenario: Scenario) -> tuple[str, ...]:

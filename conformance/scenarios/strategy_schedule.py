@@ -16,7 +16,9 @@ from conformance.scenarios.strategy_breaks import (
     RECOVERED_ALIKE,
     RECOVERED_EARLY,
     VARIANTS,
+    comes_again,
     drawn_error,
+    place_among_breaks,
     uses_around_break,
 )
 
@@ -158,7 +160,8 @@ def abandoned_after(scenario: Scenario, step: int) -> int | None:
 def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
     """Return the micro-batch in which an exception is raised, and after which the step goes on.
 
-    A strategy that counts may count that micro-batch, or not.
+    A micro-batch that comes again counts as two. A strategy that counts may count the one that
+    fails, or not.
     """
     if count_of(scenario):
         return None
@@ -167,9 +170,16 @@ def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
         return 0 if draw.random() < 0.2 else None
     if scenario.variant not in VARIANTS:
         return None
-    if (_generator(scenario).randrange(2) + step) % 2:
+    if comes_again(scenario, step):
+        return batches(scenario, step) - 2
+    if (_generator(scenario).randrange(2) + place_among_breaks(scenario, step)) % 2:
         return 0
     return _generator(scenario, step, 0).randint(1, batches(scenario, step) - 2)
+
+
+def is_last(scenario: Scenario, step: int, batch: int) -> bool:
+    """Whether the strategy is given a micro-batch as the last one of its step."""
+    return batch >= batches(scenario, step) - 1 - comes_again(scenario, step)
 
 
 def is_judged(scenario: Scenario, step: int) -> bool:
@@ -178,14 +188,34 @@ def is_judged(scenario: Scenario, step: int) -> bool:
 
 
 def is_empty(scenario: Scenario, size: int, place: int, step: int, batch: int) -> bool:
-    """Whether a rank has nothing to do in a micro-batch: neither a forward nor a backward."""
+    """Whether a rank has no backward in a micro-batch.
+
+    In two steps, which are drawn, no rank has one in some micro-batch: in one step it is the last
+    one, and in the other an earlier one. All ranks have left out a batch whose loss is not finite,
+    or is too long for one of them. There is a forward then on drawn ranks, and none elsewhere.
+    """
     if scenario.variant != "empty":
         return False
-    idle_step = _generator(scenario).randrange(len(scenario.steps))
+    idle_step, *skipping = _generator(scenario).sample(range(len(scenario.steps)), 3)
     if step == idle_step:
         # One rank has nothing to do in the whole step.
         return place == _generator(scenario, step).randrange(size)
+    if step in skipping:
+        last = batches(scenario, step) - 1
+        skipped = last if step == skipping[0] else _generator(scenario, step).randrange(last)
+        return batch == skipped
     return place == _generator(scenario, step, batch).randrange(2 * size)
+
+
+def has_forward_alone(scenario: Scenario, size: int, place: int, step: int, batch: int) -> bool:
+    """Whether a rank has a forward in a micro-batch without a backward on any rank.
+
+    About half of the ranks have one there.
+    """
+    others = range(size)
+    if not all(is_empty(scenario, size, other, step, batch) for other in others):
+        return False
+    return _generator(scenario, step, batch, place).random() < 0.5
 
 
 def statistic(place: int, step: int, batch: int) -> float:

@@ -46,8 +46,9 @@ SPECIAL = replace(
 EMPTY = replace(
     PLAIN,
     name="strategy_empty",
-    summary="some ranks have nothing to do in some micro-batches: empty batches",
-    steps=("crafted",) * 4,
+    summary="some ranks have nothing to do in some micro-batches: empty batches; in one drawn step "
+    "no rank has a backward in the last one, and in another one in an earlier one",
+    steps=("crafted",) * 6,
     world_sizes=(2, 3),
     variant="empty",
     prerequisite="strategy_ranks",
@@ -138,7 +139,8 @@ BUFFERS = replace(
     name="strategy_buffers",
     summary="a model with buffers of ten dtypes in drawn memory layouts, such as the running "
     "statistics of a BatchNorm, counts, sums in float64 and a mask, in steps of 2, 4, 1 and 2 "
-    "micro-batches; in three drawn ones the modes of the model and of its layers differ",
+    "micro-batches; in three drawn ones the modes of the model and of its layers differ; before "
+    "two drawn ones a drawn rank evaluates the module alone",
     steps=("crafted",) * 4,
     world_sizes=(2, 3),
     variant="buffers",
@@ -186,8 +188,9 @@ RECOVERED = replace(
     name="strategy_recovered",
     summary="in each step of 3 or 4 micro-batches an exception is raised in a drawn one, before "
     "its backward or after some of its gradients have been made, and the step goes on with the "
-    "next one; micro-batches use different parameters",
-    steps=("crafted",) * 8,
+    "next one; in two drawn steps it is the last one, which comes again; micro-batches use "
+    "different parameters",
+    steps=("crafted",) * 10,
     world_sizes=(2,),
     variant=strategy_breaks.RECOVERED,
     prerequisite="strategy_raises",

@@ -8,7 +8,7 @@ from conformance.scenarios.draws import drawn
 from conformance.scenarios.interrupts import CAUGHT, OUT_OF_MEMORY
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import SHARED
-from conformance.scenarios.strategy_breaks import BEFORE, way_of_break
+from conformance.scenarios.strategy_breaks import BEFORE, comes_again, way_of_break
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in, narrow_steps
 from conformance.scenarios.strategy_passes import (
     ALTERNATING,
@@ -32,6 +32,9 @@ from conformance.scenarios.strategy_schedule import (
     batches,
     clears_to_zeros,
     fails_and_goes_on,
+    has_forward_alone,
+    is_empty,
+    is_last,
     part_of,
     raised_in,
     trained_from,
@@ -39,6 +42,7 @@ from conformance.scenarios.strategy_schedule import (
     uses,
 )
 from conformance.scenarios.strategy_training import (
+    EMPTY,
     GRADIENT_DTYPES,
     LARGE_DTYPES,
     PARTS,
@@ -119,8 +123,15 @@ def test_parameters_are_used_before_and_after_a_failed_micro_batch_alone() -> No
     for seed in range(50):
         scenario = drawn(RECOVERED, seed)
         failed = [fails_and_goes_on(scenario, step) for step in range(len(scenario.steps))]
-        assert failed.count(0) == len(failed) // 2
+        again = [step for step in range(len(failed)) if comes_again(scenario, step)]
+        assert len(again) == 2
+        assert len([at for step, at in enumerate(failed) if step not in again and not at]) == 4
         for step, at in enumerate(failed):
+            ends = [
+                batch for batch in range(batches(scenario, step)) if is_last(scenario, step, batch)
+            ]
+            assert ends == [batches(scenario, step) - 1] or (step in again and ends[0] == at)
+            assert len(ends) == 1 + (step in again)
             number = batches(scenario, step)
             assert at is not None
             assert at < number - 1
@@ -224,3 +235,25 @@ def test_half_precision_has_gradients_of_float32() -> None:
         held = held_in(scenario, 0)
         assert held is not None
         assert (held.dtype, scenario.params[0].dtype) == ("bfloat16", "float32")
+
+
+def test_no_rank_has_a_backward_in_a_last_and_in_an_earlier_micro_batch() -> None:
+    forwards = set()
+    for seed in range(50):
+        scenario = drawn(EMPTY, seed)
+        for size in (2, 3):
+            skipped = [
+                (step, batch)
+                for step in range(len(scenario.steps))
+                for batch in range(batches(scenario, step))
+                if all(is_empty(scenario, size, place, step, batch) for place in range(size))
+            ]
+            assert len({step for step, _ in skipped}) == len(skipped) == 2
+            last = batches(scenario, 0) - 1
+            assert [batch == last for _, batch in skipped].count(True) == 1
+            forwards |= {
+                has_forward_alone(scenario, size, place, *part)
+                for place in range(size)
+                for part in skipped
+            }
+    assert forwards == {False, True}

@@ -8,7 +8,12 @@ from conformance.ranks.models.probe import scripted_gradients
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.model import Param, Scenario
-from conformance.scenarios.strategy_schedule import fails_and_goes_on, multiple_in, uses
+from conformance.scenarios.strategy_schedule import (
+    fails_and_goes_on,
+    has_forward_alone,
+    multiple_in,
+    uses,
+)
 
 Grads = list[torch.Tensor | None]
 
@@ -39,11 +44,14 @@ def gradients_of(
     every = scripted_gradients(
         specs, "crafted" if kind == "limit" else kind, size, source, step, device
     )
-    fails = fails_and_goes_on(scenario, step) == batch
+    # What a forward is given, if no backward follows, or none that comes to its end.
+    is_given = fails_and_goes_on(scenario, step) == batch or has_forward_alone(
+        scenario, size, place, step, batch
+    )
     grads: Grads = []
     for index, grad in enumerate(every):
         spec = scenario.params[index]
-        is_used = fails or uses(scenario, size, place, step, batch, index)
+        is_used = is_given or uses(scenario, size, place, step, batch, index)
         if kind == "limit" and spec.dtype == "float16":
             grad = values_of(Source("limit", source, step), spec, size, index).to(device)
         grads.append(grad * factor if grad is not None and is_used else None)

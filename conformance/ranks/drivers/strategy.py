@@ -59,8 +59,10 @@ from conformance.scenarios.strategy_schedule import (
     clears_inside,
     count_of,
     fails_and_goes_on,
+    has_forward_alone,
     is_empty,
     is_frozen,
+    is_last,
     nested_of_two,
     puts_own_steps,
     raised_in,
@@ -349,13 +351,16 @@ class StrategyDriver(RankDriver):
                 continue
             fails = raises_in(self.scenario, step) == batch
             goes_on = fails_and_goes_on(self.scenario, step) == batch
-            is_final = batch == number - 1
+            is_final = is_last(self.scenario, step, batch)
             with self.inside("the context"):
                 if fails or goes_on:
                     self._fail(grads, batch, is_final)
                 elif is_empty(self.scenario, self.size, self.group_rank, step, batch):
                     with self._context_of(is_final):
-                        # There is no input, and so neither a forward nor a backward.
+                        place = (self.size, self.group_rank, step, batch)
+                        if has_forward_alone(self.scenario, *place):
+                            self._forward(grads)
+                        # Otherwise there is no input, and so neither a forward nor a backward.
                         self.let_peers_in()
                 else:
                     self._train(grads, is_final, clears_later and batch == 0)
@@ -369,13 +374,17 @@ class StrategyDriver(RankDriver):
 
     def _evaluate(self, evaluation: Evaluation, grads: Grads) -> None:
         """Run forwards of the model outside of the strategy's contexts, without gradients."""
+        if not evaluation.is_on(self.group_rank, self.size):
+            return
+        evaluated = self.probe if evaluation.is_of_one_rank else self.model
+        modes = [(module, module.training) for module in self.model.modules()]
         if evaluation.changes_mode:
-            self.model.eval()
+            evaluated.eval()
         with self.inside("an evaluation"), torch.no_grad():
             for _ in range(evaluation.forwards):
-                self.model(grads)
-        if evaluation.changes_mode:
-            self.model.train()
+                evaluated(grads)
+        for module, is_training in modes:
+            module.training = is_training
 
     def _set_frozen(self, step: int, batch: int) -> None:
         """Freeze parameters for a micro-batch, or thaw them, if the scenario does that."""
@@ -445,7 +454,8 @@ class StrategyDriver(RankDriver):
         """Raise inside the context, as the scenario has it; in the last micro-batch, at its end."""
         step = self.recorder.step
         raised = exception_of(raised_in(self.scenario, step))("this micro-batch failed")
-        way = AFTER if is_final else way_of_break(self.scenario, step)
+        goes_on = fails_and_goes_on(self.scenario, step) == batch
+        way = AFTER if is_final and not goes_on else way_of_break(self.scenario, step)
         place = (self.size, self.group_rank, step, batch)
         made = {at: one for at, one in enumerate(self.params) if uses(self.scenario, *place, at)}
         caught: BaseException | None = None
