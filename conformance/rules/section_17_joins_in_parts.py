@@ -64,8 +64,9 @@ def nothing_outdated(run: Run, claims: Claims, found: Found) -> None:
     "made in the next step, and dropped as the context ends; momentum "
     "that join_hook() or post_hook() clears, join_hook() after an exception, or post_hook() in a "
     "context without inputs; a schedule that writes to groups which load_state_dict() has "
-    "replaced; an optimizer of a model that a join has replaced; a step that is counted, or begun, "
-    "before notify_join_context(), which raises an error with throw_on_early_termination",
+    "replaced; a part of the state that a checkpoint lacks; an optimizer of a model that a join "
+    "has replaced; a step that is counted, or begun, before notify_join_context(), which raises an "
+    "error with throw_on_early_termination",
 )
 def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
     """The parameters that a joinable trains have the same bits after each step whether or not a
@@ -88,6 +89,11 @@ def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
     is, and after the kit has cleared the gradients of ranks that joined early. If the steps of the
     joinable leave no gradient, the parameters are the same after each step: no shadowed step has
     left one to which the next step adds.
+
+    The same context is run once more by a new joinable, which has loaded the state of the other one
+    after the join: its parameters are the same after each step. Each rank saves a state, and loads
+    its own. It is so if the class has state_dict() and load_state_dict() of its own, and no
+    exception leaves one of them.
 
     The number of steps, and those at which contexts end, are drawn. A schedule is read in 100 to
     140 steps after two joins. Inputs, a loss and rates may follow the number of contexts, and a

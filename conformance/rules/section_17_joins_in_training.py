@@ -80,6 +80,9 @@ def gradients(run: Run, claims: Claims, found: Found) -> None:
     ranks, which differs from step to step. That it is also there if all ranks train is judged in
     many contexts (17.26). The bound is (W + m + 2) eps times the mean of magnitudes, for m
     backwards in a step.
+
+    Two contexts with uneven inputs have two or three joinables that the target makes, in a drawn
+    order: each is judged by this rule, and by 17.19 and 17.20, as if it were alone.
     """
     if is_context(run):
         found.does_not_apply(NOT_A_JOINABLE)
@@ -95,11 +98,13 @@ def gradients(run: Run, claims: Claims, found: Found) -> None:
     needs=("17.3",),
     source=f"{GENERIC}, JoinHook.post_hook: DDP's synchronises the final model across processes",
     remedy="a post_hook that hands out the parameters, the buffers and the optimizer's state, on "
-    "every rank, and each of them in its own dtype",
+    "every rank, and each of them in its own dtype; hooks that find their own joinable, and not "
+    "another one of its class in the same context",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """Parameters, buffers, state_dict() and an optimizer's state are the same on all ranks after
-    uneven inputs, to the bit, as far as they are after even inputs. The buffers of a DDP with
+    uneven inputs, to the bit, as far as they are after even inputs. So they are if a context has
+    two or three joinables of one kind. The buffers of a DDP with
     broadcast_buffers=False may be each rank's own.
 
     Integers that count up in each step are raised by a drawn number between 2**28 and 2**30 in

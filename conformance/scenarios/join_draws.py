@@ -26,6 +26,9 @@ TRIALS = (LARGE_TRIAL, HUGE_TRIAL, FLOAT64_TRIAL)
 # The last context of ``counts``: uneven inputs, and counts as they are.
 NONE_RAISED = 10
 
+# The contexts of ``numbers`` with one joinable; its others have several.
+ROWS_OF_ONE = 5
+
 JOINABLES_OF_EPOCHS = 3
 
 DDP_IS_FIRST = 3  # from this context of ``epochs`` on
@@ -36,7 +39,8 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     """Return the numbers of inputs of a group's ranks, one row for each context; [] if none are
     drawn for the scenario.
 
-    - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs.
+    - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs, and a row for each joinable
+      of two contexts with several, which has the inputs of the context.
     - ``counts``: 2 to 4 on all ranks, twice; then two rows of uneven inputs; the last three rows
       twice more; and the last row.
     - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
@@ -60,7 +64,11 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     first = numbers.randrange(size)
     if scenario.variant == "numbers":
         even = (numbers.randint(2, 4),) * size
-        return [even, *(_uneven(numbers, size, first + row) for row in range(4))]
+        rows = [even, *(_uneven(numbers, size, first + row) for row in range(4))]
+        draw = _generator(scenario, "lengths of several")
+        for turn, numbers_of_rows in enumerate(several_joinables(scenario)):
+            rows += [_uneven(draw, size, first + turn)] * len(numbers_of_rows)
+        return rows
     if scenario.variant == "counts":
         even = (numbers.randint(2, 4),) * size
         large = [even, *(_uneven(numbers, size, first + row) for row in range(2))]
@@ -116,6 +124,27 @@ def drawn_order(scenario: Scenario, context: int) -> tuple[int, ...]:
     return tuple(places)
 
 
+def several_joinables(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
+    """Return the contexts of ``numbers`` with two or three joinables that the target makes.
+
+    For each joinable, in the context's order, it is the number under which its values are recorded.
+
+    There are two such contexts, of joinables of their own, which are made in the order of numbers.
+    A scenario on several nodes has none.
+    """
+    if scenario.variant != "numbers" or scenario.nodes:
+        return ()
+    draw = _generator(scenario, "several")
+    begin = ROWS_OF_ONE
+    contexts = []
+    for _ in range(2):
+        rows = list(range(begin, begin + draw.randint(2, 3)))
+        begin += len(rows)
+        draw.shuffle(rows)
+        contexts.append(tuple(rows))
+    return tuple(contexts)
+
+
 def breaks_off(scenario: Scenario, context: int) -> bool:
     """Whether an exception ends a context of ``many``: about one of five, and not the first."""
     return (
@@ -138,13 +167,14 @@ def place_of_ddp(scenario: Scenario, context: int) -> int:
 def divides_by_all(scenario: Scenario, context: int) -> bool:
     """Return the value of ``divide_by_initial_world_size`` in a context.
 
-    The contexts of ``numbers`` take turns. In ``many`` it is that of :func:`divisor_in_many`. In
-    ``epochs`` it is True in the first three contexts, and drawn in the others, with at least one
-    False. torch's DDP counts the training ranks by its own notification, and a rank keeps that
-    count until it notifies again: DDP has to be first from the first False on.
+    The contexts of ``numbers`` with one joinable take turns; those with several divide by all. In
+    ``many`` it is that of :func:`divisor_in_many`. In ``epochs`` it is True in the first three
+    contexts, and drawn in the others, with at least one False. torch's DDP counts the training
+    ranks by its own notification, and a rank keeps that count until it notifies again: DDP has to
+    be first from the first False on.
     """
     if scenario.variant == "numbers":
-        return context % 2 == 1 or context == 0
+        return context % 2 == 1 or context == 0 or context >= ROWS_OF_ONE
     if scenario.variant == "many":
         return divisor_in_many(scenario, context) is not False
     if scenario.variant != "epochs" or context < DDP_IS_FIRST:

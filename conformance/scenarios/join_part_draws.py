@@ -56,6 +56,8 @@ class Uneven:
         late: the group rank with the most inputs.
         plain: the first context.
         rest: the context after it, with even inputs; the same joinable. None if there is none.
+        resumed: the context after it again, with a new joinable that has loaded the state of the
+            first one. None if there is none.
         again: the first one again, with a new joinable.
         rest_again: the context after that one; ranks that joined early have cleared gradients as it
             begins. None if there is none.
@@ -65,6 +67,7 @@ class Uneven:
     late: int
     plain: int
     rest: int | None
+    resumed: int | None
     again: int
     rest_again: int | None
     outdated: int
@@ -81,6 +84,7 @@ class PartContext:
         ending: the way in which it ends.
         is_schedule: the hyperparameters alone are on record.
         is_long: the state at its end alone is on record.
+        resumes: its joinable has loaded the state of another one.
     """
 
     inputs: tuple[int, ...]
@@ -89,6 +93,7 @@ class PartContext:
     ending: str = ENDS
     is_schedule: bool = False
     is_long: bool = False
+    resumes: bool = False
 
     def taken(self, rank: int) -> int:
         """Return the number of steps that a rank takes: all stop with the first one if the context
@@ -145,8 +150,9 @@ def part_contexts(scenario: Scenario, size: int) -> tuple[PartContext, ...]:
         inputs = _inputs(draw, size, one.late, steps)
         most = max(inputs)
         rest = (steps - most,) * size
-        contexts += [PartContext(inputs), PartContext(rest, most, is_new=False)] * 2
-        contexts.append(PartContext(inputs))
+        rest_of = PartContext(rest, most, is_new=False)
+        contexts += [PartContext(inputs), rest_of, PartContext(rest, most, resumes=True)]
+        contexts += [PartContext(inputs), rest_of, PartContext(inputs)]
     of_long = generator(scenario, "long")
     for one in long_contexts(scenario, size):
         most = of_long.randint(*_LONG_STEPS)
@@ -161,7 +167,7 @@ def uneven_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
     begin = WHOLE + 1 if scenario.size else _FIRST_UNEVEN
     ranks = generator(scenario, "late").sample(range(size), size)
     return tuple(
-        Uneven(late, *range(begin + 5 * place, begin + 5 * place + 5))
+        Uneven(late, *range(begin + 6 * place, begin + 6 * place + 6))
         for place, late in enumerate(ranks)
     )
 
@@ -175,9 +181,9 @@ def long_contexts(scenario: Scenario, size: int) -> tuple[Uneven, ...]:
     if scenario.size:
         return ()
     short = uneven_contexts(scenario, size)
-    begin = _FIRST_UNEVEN + 5 * len(short)
+    begin = _FIRST_UNEVEN + 6 * len(short)
     return tuple(
-        Uneven(one.late, plain, None, again=plain + 1, rest_again=None, outdated=plain + 2)
+        Uneven(one.late, plain, None, None, plain + 1, None, outdated=plain + 2)
         for plain, one in zip(itertools.count(begin, 3), short, strict=False)
     )
 

@@ -13,7 +13,7 @@ IN_PARTS = replace(
     summary="the same steps in one context and in several; one is broken off, one is disabled, "
     "two have no inputs, and two throw as a rank runs out; a hundred steps after two joins; uneven "
     "inputs of each rank, few and then more than sixty, once with other values on the rank that "
-    "has joined; the numbers are drawn",
+    "has joined; a state that is saved and loaded after a join; the numbers are drawn",
     variant="in_parts",
     world_sizes=(2,),
     deadline=45.0,

@@ -13,7 +13,8 @@ from conformance.scenarios.model import Observation, Scenario
 NUMBERS = replace(
     PLAIN,
     name="joinable_numbers",
-    summary="a joinable that trains on drawn numbers of inputs; its gradients and its state",
+    summary="a joinable that trains on drawn numbers of inputs; its gradients and its state; two "
+    "contexts have two or three joinables of the target",
     variant="numbers",
     world_sizes=(2, 3),
 )

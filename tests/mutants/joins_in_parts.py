@@ -119,6 +119,34 @@ class KeepsItsMomentum(LosesItsSchedule):
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
+class ForgetsItsMomentum(Averages):
+    """Make a new optimizer when a state is loaded, and leave its state out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.5)
+        for parameter in self.net.parameters():
+            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+class SavesNoCount(ForgetsItsMomentum):
+    """Decay the rate by a count of steps, which a saved state lacks; restore momentum."""
+
+    def put(self, mean: torch.Tensor) -> None:
+        super().put(mean * 0.9**self.seen)
+
+    def shadow(self) -> None:
+        super().shadow()
+        self.seen += 1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 # ---- Kept by later contexts
 
 
@@ -211,6 +239,8 @@ MUTANTS = [
             "KeepsItsMomentum",
             "LeavesAMean",
             "LeavesAMeanInAFlatBuffer",
+            "ForgetsItsMomentum",
+            "SavesNoCount",
         )
     ),
     *(Mutant(name, ("17.26",), kind=KIND) for name in ("MergesKeywords", "ForgetsOnTheLastRank")),

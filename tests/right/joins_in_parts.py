@@ -314,6 +314,36 @@ class LeavesASum(ClearsAfterwards):
         self.reduce(self.flat.zero_())
 
 
+class SavesAll(KeepsUp):
+    """Save weights, momentum and a count by which the rate decays; load them into their memory."""
+
+    count = 0
+
+    def update(self, mean: torch.Tensor) -> None:
+        self.count += 1
+        super().update(mean * 0.95**self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "momentum": self.momentum, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.momentum.copy_(state["momentum"])
+        self.count = state["count"]
+
+
+class SavesOnOneRank(SavesAll):
+    """Save on rank 0 alone, which sends the state to the others as it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.group.rank() else super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            raise ValueError("an empty state")
+        super().load_state_dict(state)
+
+
 RIGHT = [
     Right(name, kind="joinable")
     for name in (
@@ -329,5 +359,7 @@ RIGHT = [
         "ClearsAfterwards",
         "StepsWithEverySecondMean",
         "LeavesASum",
+        "SavesAll",
+        "SavesOnOneRank",
     )
 ]

@@ -26,7 +26,7 @@ from itertools import pairwise
 from conformance.judging.oracles.join import Event, Member, members, raised
 from conformance.judging.oracles.join_schedules import Traces, require_lasting_schedules, traced
 from conformance.judging.oracles.join_states import state_of
-from conformance.judging.verdict import Found
+from conformance.judging.verdict import Failure, Found
 from conformance.records.run import Run
 from conformance.scenarios.join_loop_draws import DISABLED, ENDS, RAISES, THROWS
 from conformance.scenarios.join_part_draws import (
@@ -60,6 +60,10 @@ LEFT = (
     "a shadowed step leaves a gradient, and the first step of the next context adds to it: clear "
     "gradients in shadowed steps, too, or before each step"
 )
+NOT_SAVED = (
+    "state_dict() lacks a part of the state, such as momentum or a count, or load_state_dict() "
+    "leaves it out"
+)
 STOPPED = "a step that notify_join_context() has stopped is counted, or begun, on some ranks"
 NO_PARAMETERS = "it trains no parameters, or its numbers are others each time"
 FOLLOWS_CONTEXTS = "inputs, a rate or its state follow the number of contexts, or the join"
@@ -70,6 +74,7 @@ def require_same_in_parts(run: Run, found: Found) -> None:
     if is_one_object(run, found):
         return
     lasting, parameters, thrown, emptied, left = Found(), Found(), Found(), Found(), Found()
+    resumed = Found()
     require_lasting_schedules(run, lasting)
     if not lasting.failures:
         _require_parameters(run, parameters)
@@ -77,11 +82,12 @@ def require_same_in_parts(run: Run, found: Found) -> None:
         _require_same_state_after_throws(run, thrown)
         _require_same_state_after_empty_context(run, emptied)
         _require_nothing_left_in_gradients(run, left)
+        _require_same_after_load(run, resumed)
     for trial in (lasting, parameters, thrown):
         found.checked(trial.checks)
         found.failures += trial.failures
     # What has no parameters, or follows contexts, is judged by the rest only if it fails.
-    found.failures += emptied.failures + left.failures
+    found.failures += emptied.failures + left.failures + resumed.failures
     if not found.checks:
         found.does_not_apply(parameters.not_applicable or NO_PARAMETERS)
 
@@ -169,39 +175,81 @@ def _require_nothing_left_in_gradients(run: Run, found: Found) -> None:
 
 
 def _require_same_rest(run: Run, uneven: Uneven, found: Found) -> None:
-    rest, again = uneven.rest, uneven.rest_again
-    if rest is None or again is None:
-        return
+    rest = uneven.rest
+    again = uneven.rest_again
     # The rank that joined last has made its own last step, and holds the gradients that it leaves.
-    if not _held(of_context(run, rest)[uneven.late], "begun")["is_cleared"]:
-        return
-    if not _are_alike(traced(run, uneven.plain), traced(run, uneven.again)):
+    if rest is None or not _held(of_context(run, rest)[uneven.late], "begun")["is_cleared"]:
         return
     early = [
         member.rank.rank
         for place, member in enumerate(of_context(run, rest))
         if place != uneven.late and not _held(member, "begun")["is_cleared"]
     ]
-    for at, here in _pairs(run, traced(run, again), rest):
-        if any(_may_differ(one, other) or one["before"] != other["before"] for one, other in here):
-            return
-        if any(one["local"] != other["local"] for one, other in here):
-            return
+    found.failures += _differences(
+        run,
+        uneven,
+        again,
+        "the same parameters if gradients are cleared between two contexts, as they are after each "
+        "step",
+        f"if the kit clears the gradients that ranks {early} held after the join",
+        LEFT,
+    )
+
+
+def _require_same_after_load(run: Run, found: Found) -> None:
+    """Require that a joinable which has loaded the state of another one, after a join of uneven
+    inputs, trains as that one does.
+    """
+    for one in uneven_contexts(run.scenario, run.world):
+        loads = [event for rank in run.ranks for event in rank.all("resumed")]
+        loads = [event for event in loads if event["context"] == one.resumed]
+        if len(loads) == run.world and all(event["is_loaded"] for event in loads):
+            found.failures += _differences(
+                run,
+                one,
+                one.resumed,
+                "the same parameters after each step of a new joinable that has loaded the state",
+                "in the new one, which each rank has given its own state_dict()",
+                NOT_SAVED,
+            )
+
+
+def _differences(
+    run: Run, uneven: Uneven, other: int | None, expected: str, when: str, cause: str
+) -> list[Failure]:
+    """Return the first difference between the context after one with uneven inputs, and another
+    context with the same steps.
+    """
+    found = Found()
+    if uneven.rest is None or other is None:
+        return []
+    if not _are_alike(traced(run, uneven.plain), traced(run, uneven.again)):
+        return []
+    for at, here in _pairs(run, traced(run, other), uneven.rest):
+        # What a schedule follows belongs to the state that is loaded.
+        if other != uneven.resumed and any(_may_differ(one, two) for one, two in here):
+            return []
+        fields = ["before"]
+        if all(one["local"] == two["local"] for one, two in here):
+            fields.append("after")
         differing = [
-            rank for rank, (one, other) in enumerate(here) if one["after"] != other["after"]
+            rank
+            for rank, (one, two) in enumerate(here)
+            if any(None not in (one[key], two[key]) and one[key] != two[key] for key in fields)
         ]
+        if not differing and len(fields) == 1:
+            return []
+        inputs = part_contexts(run.scenario, run.world)[uneven.plain].inputs
         found.require(
             not differing,
-            "the same parameters if gradients are cleared between two contexts, as they are after "
-            "each step",
-            f"step {at}, after a context with inputs "
-            f"{part_contexts(run.scenario, run.world)[uneven.plain].inputs}: other parameters on "
-            f"ranks {differing} if the kit clears the gradients that ranks {early} held after the "
-            "join",
-            LEFT,
+            expected,
+            f"step {at}, after a context with inputs {inputs}: other parameters on ranks "
+            f"{differing} {when}",
+            cause,
         )
         if differing:
-            return
+            break
+    return found.failures
 
 
 def _changed_values(run: Run, first_context: int, second_context: int) -> set[str]:

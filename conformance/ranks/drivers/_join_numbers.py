@@ -164,6 +164,28 @@ class Numbers:
         return digests
 
 
+class NumbersOfOne(Numbers):
+    """Records the numbers of one of several joinables in a context under a number of their own."""
+
+    def _keep_gradients(self) -> None:
+        with self._on_its_record():
+            super()._keep_gradients()
+
+    def _note_state(self, when: str, asks: bool) -> None:
+        with self._on_its_record():
+            super()._note_state(when, asks)
+
+    @contextmanager
+    def _on_its_record(self) -> Iterator[None]:
+        recorder = self.driver.recorder
+        of_context = recorder.step
+        recorder.step = self.context
+        try:
+            yield
+        finally:
+            recorder.step = of_context
+
+
 def trained_by(subject: Any) -> list[torch.Tensor]:
     """Return the parameters that a joinable or one of its parts trains, each once.
 

@@ -255,6 +255,20 @@ def numbers_of(subject: Any) -> dict[str, Number]:
     return found
 
 
+def settings_of(subject: Any) -> dict[str, str]:
+    """Return the hyperparameters of optimizers, such as rates."""
+    found: dict[str, str] = {}
+    for name, part in parts_of(subject).items():
+        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
+        for number, group in enumerate(groups):
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                    value = value.item()
+                if key != "params" and isinstance(value, (int, float, tuple)):
+                    found[f"{key} of {name}group {number}"] = repr(value)
+    return found
+
+
 def names_by_parameter(subject: Any, parameters: list[torch.Tensor]) -> dict[str, int]:
     """Return the number of the parameter to which each of the joinable's tensors belongs: it is the
     parameter, or one of an optimizer's state for it.

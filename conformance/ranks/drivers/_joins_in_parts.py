@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from conformance.ranks.drivers._contexts import Contexts
+from conformance.ranks.drivers._join_checkpoints import Checkpoint
 from conformance.ranks.drivers._join_numbers import (
     Numbers,
     are_cleared,
@@ -51,6 +52,7 @@ from conformance.ranks.drivers._joined_values import (
     digests,
     names_by_parameter,
     numbers_of,
+    settings_of,
     tensors_of,
 )
 from conformance.ranks.instruments.digest import digest_of_bytes
@@ -101,6 +103,7 @@ class InParts:
         self.changing: dict[str, Mask] = {}
         self.outdated: dict[str, Mask | None] = {}
         self.are_dropped: list[bool] = []
+        self.checkpoint = Checkpoint(self.driver)
         self.of_parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
@@ -118,6 +121,9 @@ class InParts:
                 clear_gradients(trained_by(self.made[-1]), self.are_dropped)
             if context.is_new and not self._make():
                 return
+            if context.resumes and not self.checkpoint.load_into(self.made[-1], number):
+                self.contexts.go_on_with(number + 1)
+                continue
             if number in uneven:
                 self._train_unevenly(number, context, uneven[number])
             elif number == WHOLE:
@@ -203,6 +209,7 @@ class InParts:
                 return
             kept = Kept()
             self._tell("gradients", number, numbers.moving_from(begin))
+        self.checkpoint.save(self.made[-1])
         alike = self.alike & self._alike(str(number))
         if uneven.late != self.driver.group_rank:
             moving = {
@@ -334,7 +341,7 @@ class TracedNumbers(Numbers):
             mean=self.mean,
             is_cleared=are_cleared(self.parameters),
             after=after,
-            settings=_settings(self.subject),
+            settings=settings_of(self.subject),
             is_seen=self._is_seen(set(range(len(self.parameters)))),
             is_held=self._is_seen(set(self.local)),
             numbers={name: repr(one) for name, one in named_numbers_of(self.subject).items()},
@@ -447,7 +454,7 @@ class RatesOnly(TracedNumbers):
         at = self.at
         Numbers.step(self)
         self._follow_state()
-        rates = _settings(self.subject)
+        rates = settings_of(self.subject)
         if rates != self.rates:
             self.driver.recorder.event("rates", at=at, settings=rates)
         self.rates = rates
@@ -473,20 +480,6 @@ class StateOnly(TracedNumbers):
 
     def left(self) -> None:
         pass
-
-
-def _settings(subject: Any) -> dict[str, str]:
-    """Return the hyperparameters of optimizers, such as rates."""
-    found: dict[str, str] = {}
-    for name, part in parts_of(subject).items():
-        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else ()
-        for number, group in enumerate(groups):
-            for key, value in group.items():
-                if isinstance(value, torch.Tensor) and value.numel() == 1:
-                    value = value.item()
-                if key != "params" and isinstance(value, (int, float, tuple)):
-                    found[f"{key} of {name}group {number}"] = repr(value)
-    return found
 
 
 def _generators(subject: Any) -> dict[str, str]:

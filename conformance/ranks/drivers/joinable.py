@@ -6,7 +6,7 @@ The subject is a join context, or a joinable that is run in torch's context.
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join as TorchsJoin
 from conformance.errors import TargetError
 from conformance.ranks.drivers._contexts import Contexts, Steps
 from conformance.ranks.drivers._counters import Counters
-from conformance.ranks.drivers._join_numbers import Numbers
+from conformance.ranks.drivers._join_numbers import Numbers, NumbersOfOne
 from conformance.ranks.drivers._join_parts import parts_of
 from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers._joins_in_loops import ContextInLoops
@@ -29,10 +29,12 @@ from conformance.scenarios.join_draws import (
     DIVISOR,
     HUGE_TRIAL,
     NONE_RAISED,
+    ROWS_OF_ONE,
     TRIALS,
     breaks_off,
     divides_by_all,
     divisor_in_many,
+    several_joinables,
 )
 from conformance.scenarios.join_loop_draws import ENDS, group_of_loop, loop_contexts
 from conformance.scenarios.joinable import KEYWORDS
@@ -198,8 +200,8 @@ class _Joinable(Contexts):
         """
         if self.driver.scenario.name == NUMBERS.name:
             self._step_before()
-        last = len(self.lengths) - 1
-        for number, inputs in enumerate(self.lengths):
+        last = ROWS_OF_ONE - 1
+        for number, inputs in enumerate(self.lengths[:ROWS_OF_ONE]):
             if 0 < number < last:
                 self.subject = self._make()
             numbers = Numbers(self.driver, self.subject, self._step)
@@ -210,6 +212,40 @@ class _Joinable(Contexts):
                 self.run(
                     [self.subject], self.own(inputs), [numbers.step], numbers.leaving, **options
                 )
+                numbers.left()
+        for rows in several_joinables(self.driver.scenario):
+            self._train_several(rows)
+
+    def _train_several(self, rows: tuple[int, ...]) -> None:
+        """Train several joinables in one context, each with inputs of its own; record what they
+        compute.
+
+        Args:
+            rows: the number of the record of each joinable.
+        """
+        made = {row: self._make() for row in sorted(rows)}
+        if len({id(one) for one in made.values()}) < len(rows):
+            return  # the target is one object
+        first, *others = rows
+        for row in others:
+            self.driver.begin_step(row, "context")
+        self._contexts = first
+        every = [
+            NumbersOfOne(self.driver, made[row], functools.partial(self._take_step, made[row]))
+            for row in rows
+        ]
+        with ExitStack() as stack:
+            for row, numbers in zip(rows, every, strict=True):
+                stack.enter_context(numbers.watched(row))
+
+            def leaving() -> None:
+                for numbers in every:
+                    numbers.leaving()
+
+            steps = [numbers.step for numbers in every]
+            joinables = [made[row] for row in rows]
+            self.run(joinables, self.own(self.lengths[first]), steps, leaving)
+            for numbers in every:
                 numbers.left()
 
     def counts(self) -> None:

@@ -188,6 +188,23 @@ def left_in_gradients(**fields: Any) -> Run:
     return made
 
 
+def resumed(is_loaded: bool = True, **fields: Any) -> Run:
+    """Return the run with a state that is loaded, and other fields in the steps that follow."""
+    context = UNEVEN[1].resumed
+    made = changed("traced", (context,), lambda traced: traced.update(fields))
+    for rank in made.ranks:
+        loaded = event("resumed", WHOLE, context=context, is_loaded=is_loaded)
+        rank.events.append(Event(loaded))
+    return made
+
+
+def test_a_state_may_not_be_taken_and_inputs_go_on_otherwise() -> None:
+    assert not in_parts(resumed()).failures
+    assert in_parts(resumed(before=["other"], local={"0": "other"})).failures
+    for made in (resumed(False, after=["x"]), resumed(after=["x"], local={"0": "of other inputs"})):
+        assert not in_parts(made).failures
+
+
 def test_a_joinable_may_keep_gradients_for_its_next_step() -> None:
     made = left_in_gradients(after=["other"])
     assert in_parts(made).failures
@@ -315,19 +332,20 @@ def test_failures_are_described() -> None:
         *in_parts(changed("traced", EMPTIED[4:], lambda one: one.update(after=["x"]))).failures,
         *in_parts(changed_after_no_inputs()).failures,
         *in_parts(left_in_gradients(after=["other"])).failures,
+        *in_parts(resumed(after=["other"])).failures,
     ]
     expecttest.assert_expected_inline(
         read_failures(failures),
         """\
 Expected: p with the same value, whatever is in the state of rank 0 that shadowed steps do
     not update
-Actual: rank 1, context 30 with inputs (2, 7): p changed when the kit put older values
+Actual: rank 1, context 31 with inputs (2, 7): p changed when the kit put older values
     into that state of rank 0
 Likely cause: a joined rank sends one of these values, or computes with it in a shadowed
     step: typical, s (2 of 6 elements), p, ...
 Expected: typical with the same value, whatever is in the state of rank 0 that shadowed
     steps do not update
-Actual: rank 1, context 30 with inputs (2, 7): typical changed when the kit put older
+Actual: rank 1, context 31 with inputs (2, 7): typical changed when the kit put older
     values into that state of rank 0
 Likely cause: a joined rank sends one of these values, or computes with it in a shadowed
     step: typical, s (2 of 6 elements), r, ...
@@ -345,7 +363,7 @@ Expected: lr that goes on changing in each step, as in one context
 Actual: rank 0, context 4: lr stays 0.6, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that goes on changing in each step, as in one context
-Actual: rank 0, context 32: lr stays 0.7, as at the join before
+Actual: rank 0, context 33: lr stays 0.7, as at the join before
 Likely cause: a schedule writes to a group that load_state_dict() has replaced
 Expected: lr that changes in 133 steps of a context, as in those of the first one
 Actual: rank 0, context 12: lr stays 0.1, as at the join before
@@ -383,7 +401,12 @@ Expected: the same parameters if gradients are cleared between two contexts, as 
 Actual: step 8, after a context with inputs (8, 3): other parameters on ranks [1] if the
     kit clears the gradients that ranks [1] held after the join
 Likely cause: a shadowed step leaves a gradient, and the first step of the next context
-    adds to it: clear gradients in shadowed steps, too, or before each step""",
+    adds to it: clear gradients in shadowed steps, too, or before each step
+Expected: the same parameters after each step of a new joinable that has loaded the state
+Actual: step 8, after a context with inputs (8, 3): other parameters on ranks [1] in the
+    new one, which each rank has given its own state_dict()
+Likely cause: state_dict() lacks a part of the state, such as momentum or a count, or
+    load_state_dict() leaves it out""",
     )
 
 
