@@ -9,7 +9,7 @@ from conformance.judging.requirements import require_steps, skip_if_lossy
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.evidence import SPECIAL_DEEP, SPECIAL_LARGE
+from conformance.scenarios.evidence import SPECIAL_DEEP, SPECIAL_FIRST, SPECIAL_LARGE
 from conformance.scenarios.hook import SPECIAL
 from conformance.subjects.claims import CONTRACTION, LOCAL, UNBIASED, Claims
 
@@ -33,7 +33,7 @@ def _require_zeros(run: Run, found: Found, steps: list[int]) -> None:
 @rule(
     "8.1",
     "Passes NaN on one rank to all",
-    on=(SPECIAL,),
+    on=(SPECIAL, SPECIAL_FIRST),
     needs=("2.1", "8.4"),
     source=SOURCE,
     remedy="nan_to_num, maxima and comparisons that drop NaN, casts to integers",
@@ -47,13 +47,13 @@ def nan(run: Run, claims: Claims, found: Found) -> None:
     is not finite, on every rank; under ``local``, on each rank that fed or received one. If every
     rank has some, the result may instead be zero at all of their places: none was sent.
     """
-    _require_special(run, claims, found, run.steps("nan"))
+    _require_special(run, claims, found, run.steps("nan", "small_nan"))
 
 
 @rule(
     "8.2",
     "Passes infinities to all ranks with their sign",
-    on=(SPECIAL,),
+    on=(SPECIAL, SPECIAL_FIRST),
     needs=("2.1", "8.4"),
     source=SOURCE,
     remedy="clamping to the largest value",
@@ -61,7 +61,7 @@ def nan(run: Run, claims: Claims, found: Found) -> None:
 def infinity(run: Run, claims: Claims, found: Found) -> None:
     """An element that is infinite on one rank is that infinity on all, and NaN if ranks have
     infinities of both signs."""
-    _require_special(run, claims, found, run.steps("inf"))
+    _require_special(run, claims, found, run.steps("inf", "small_inf"))
 
 
 @rule(
@@ -95,13 +95,13 @@ def zeros(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "8.4",
     "Issues its collectives whatever the values",
-    on=(SPECIAL,),
-    owns=(SPECIAL,),
+    on=(SPECIAL, SPECIAL_FIRST),
+    owns=(SPECIAL, SPECIAL_FIRST),
     needs=("2.1",),
     source="WeatherGenerator#2724, fairscale#179: a rank that skips its collective leaves the "
     "others waiting",
     remedy="`if` on a local value before a collective; state that keeps a NaN, or that one rank "
-    "alone begins anew",
+    "alone begins anew; feedback that ends with an overflow; estimates that begin with one",
 )
 def control_flow(run: Run, claims: Claims, found: Found) -> None:
     """Whatever the values, every rank issues its collectives, and ordinary values afterwards are
@@ -111,9 +111,17 @@ def control_flow(run: Run, claims: Claims, found: Found) -> None:
     step; with feedback nothing is left after faint gradients; under ``compressed(feedback=ef21)``
     results converge to the mean; under ``unbiased`` the errors of 96 draws cancel out. A memory
     that one rank alone sets to zeros, while others keep its part of the mean, is added for good.
+
+    In a second run the first one to three steps have NaN or infinities on one rank, in one
+    parameter or in all, as under the first scale of a GradScaler; so have one or two later steps,
+    after two to five ordinary ones. With feedback all of these are a thousandth as large, so that
+    it matters little whether a hook keeps or loses what it held back. The results of 4 to 12
+    ordinary steps after the last of them, and of faint gradients, then sum to the means. Estimates
+    may begin with an overflow. In a claimed warm-up these steps are not exact, but not finite.
     """
     if claims.lossy:
-        lossy.require_finite(run, found, run.steps("crafted", "constant", "settling", "faint"))
+        ordinary = ("crafted", "small", "normal", "constant", "settling", "faint")
+        lossy.require_finite(run, found, run.steps(*ordinary))
         if not found.failures:
             lossy.require_recovered(run, claims, found)
         return

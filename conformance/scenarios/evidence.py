@@ -5,6 +5,8 @@ Their sizes, steps and places are drawn from the session's seed, in these ranges
 special         three steps with NaN and three with an infinity, each on one rank of 0, 1 and 2
                 (modulo the world size), in one drawn parameter, at its first, its last or a drawn
                 element
+special_first   one to three steps with NaN or infinities on one rank, before any other; two to five
+                ordinary ones; one or two with NaN or infinities again, and an ordinary one
 special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its double; NaN on each
                 of two ranks and an infinity on one, at its first, its last or a drawn element; NaN
                 in a bucket of one element
@@ -44,6 +46,16 @@ _LAST_LATE_FAILURE = 255
 _CAP = 64 / 2**20
 # Two or three matrices of about 3 KiB.
 _CAP_OF_SEVERAL = 6 / 2**10
+
+# GradScaler begins with 2**16: the first step is the one that overflows most often.
+SPECIAL_FIRST = replace(
+    SPECIAL,
+    name="special_first",
+    summary="NaN or infinities on one rank from the first step on, and again after ordinary values",
+    steps=("crafted",) * 3,
+    world_sizes=(2,),
+    prerequisite="special",
+)
 
 SPECIAL_LARGE = Scenario(
     name="special_large",
@@ -143,6 +155,7 @@ FEEDBACK_RESTING = replace(
 )
 
 SCENARIOS = (
+    SPECIAL_FIRST,
     SPECIAL_LARGE,
     SPECIAL_DEEP,
     COLLECTIVE_RAISES_LARGE,
@@ -174,6 +187,23 @@ def _draw_special(scenario: Scenario, draw: random.Random) -> Scenario:
     ]
     *steps, last = scenario.steps
     return replace(scenario, steps=(*steps, *places, last))
+
+
+def _draw_special_first(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the steps that overflow, before the ordinary ones and between them."""
+
+    def overflows(count: int) -> list[str]:
+        places = []
+        for _ in range(count):
+            rank = draw.choice((0, 1))
+            nan = f"nan/{rank}/{draw.randrange(len(scenario.params))}/all"
+            places.append(draw.choice((f"inf/{rank}/all", nan)))
+        return places
+
+    first = overflows(draw.randint(1, 3))
+    between = ["crafted"] * draw.randint(2, 5)
+    again = overflows(draw.randint(1, 2))
+    return replace(scenario, steps=(*first, *between, *again, "crafted"))
 
 
 def _draw_special_large(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -326,6 +356,7 @@ def _draw_resting(scenario: Scenario, draw: random.Random) -> Scenario:
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     SPECIAL.name: _draw_special,
+    SPECIAL_FIRST.name: _draw_special_first,
     SPECIAL_LARGE.name: _draw_special_large,
     SPECIAL_DEEP.name: _draw_special_deep,
     COLLECTIVE_RAISES_LARGE.name: draw_failure,

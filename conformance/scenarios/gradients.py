@@ -14,6 +14,8 @@ normal      nearly normal, with mean 0 and deviation 1: the sum of twelve unifor
             exact, unlike Box-Muller.
 small, small_constant
             normal and constant, a thousandth as large (2**-10), as most gradients of a model are.
+small_nan/1, small_inf/1/3, and others
+            nan and inf at the same place, but for finite values that are a thousandth as large.
 flat        world_size * (rank + 1) in every element, which takes no time to make.
 level, level_constant
             nearly the same number everywhere, of another sign on odd ranks, and 1/64 of normal; the
@@ -101,6 +103,7 @@ from conformance.scenarios.random_numbers import bell, integers, power_of_two, u
 from conformance.scenarios.resting_parameter import RESTING, rests
 from conformance.scenarios.specials import (
     SPECIAL_EVERY,
+    base_kind,
     place_of,
     put_at_place,
     spread,
@@ -120,6 +123,8 @@ KINDS = (
     "constant",
     "small",
     "small_constant",
+    "small_nan",
+    "small_inf",
     "flat",
     "level",
     "level_constant",
@@ -189,6 +194,8 @@ _SCALED = {
     "small": ("normal", -10),
     "small_constant": ("constant", -10),
     "small_faint": ("faint", -10),
+    "small_nan": ("nan", -10),
+    "small_inf": ("inf", -10),
     "large": ("normal", 10),
     "spike": ("drift", 2),
 }
@@ -321,8 +328,10 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     kind = kind.partition("@")[0]
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
-    if kind in _SCALED:
-        plain, exponent = _SCALED[kind]
+    base = base_kind(kind)
+    if base in _SCALED:
+        plain, exponent = _SCALED[base]
+        plain += kind.removeprefix(base)
         return _values(plain, numel, world, rank, step, param) * 2.0**exponent
     if kind == "level":
         level = -1.0 if rank % 2 else 2.0

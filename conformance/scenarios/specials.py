@@ -23,6 +23,7 @@ from conformance.scenarios.turns import TURN
 
 # Every fifth element of a nan or inf step is special. Most elements still show the mean.
 SPECIAL_EVERY = 5
+OVERFLOWS = ("nan", "inf", "small_nan", "small_inf")
 _ALL = "all"
 _DRAWN = "x"
 

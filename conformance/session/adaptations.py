@@ -20,6 +20,7 @@ from conformance.scenarios.evidence import (
     FEEDBACK_RESCALED,
     FEEDBACK_RESTING,
     FEEDBACK_UNUSED,
+    SPECIAL_FIRST,
 )
 from conformance.scenarios.hook import (
     ACCUMULATED,
@@ -277,7 +278,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
             and claims.lossy == UNBIASED
-            and not {"inf", "alike", DUST} & set(map(base_kind, scenario.steps))
+            and not {"nan", "inf", "alike", DUST} & set(map(base_kind, scenario.steps))
         ),
         lossy_steps.repeat_for_expectation,
         "an expectation shows over many draws for the same gradients",
@@ -301,7 +302,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
             and claims.lossy != LOCAL
-            and scenario.name == SPECIAL.name
+            and scenario.name in (SPECIAL.name, SPECIAL_FIRST.name)
         ),
         lossy_steps.show_recovery,
         "a result that is finite again may be wrong for good",

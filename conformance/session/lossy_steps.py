@@ -18,12 +18,13 @@ from conformance.judging.oracles.lossy import (
     TRIALS_OF_VALUES,
 )
 from conformance.scenarios.clusters import UNUSED_GROUPS
+from conformance.scenarios.evidence import SPECIAL_FIRST
 from conformance.scenarios.hook import BUCKETS, STREAMS, VALUES
 from conformance.scenarios.impulses import ALONE
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.sparse import SPARSE
-from conformance.scenarios.specials import base_kind
+from conformance.scenarios.specials import base_kind, place_of
 from conformance.scenarios.values import LAYERS
 from conformance.subjects.claims import DIFFERENCE, FEEDBACK, UNBIASED, Claims
 
@@ -33,6 +34,8 @@ _SMALL_KINDS = {
     "settling": "small_constant",
     "faint": "small_faint",
 }
+_SMALL_SPECIALS = {"crafted": "small", "nan": "small_nan", "inf": "small_inf"}
+_AFTER_OVERFLOWS = (4, 12)  # ordinary steps after the last overflow, for feedback
 
 
 def steps_of_values(scenario: Scenario, claims: Claims) -> Scenario:
@@ -112,6 +115,9 @@ def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
 def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
     """Add steps that show whether results are right again: draws on the same gradients, or steps
     in which residuals come out or estimates converge.
+
+    A hook with feedback may keep or lose what it held back when a step overflowed. In
+    ``special_first`` that is small beside the ordinary gradients of the steps after the overflows.
     """
     count = _steps_until_drained(claims.delta, LEFT_IN_REPEATED)
     more = {
@@ -119,7 +125,21 @@ def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
         FEEDBACK: ("faint",) * count,
         DIFFERENCE: ("settling",) * count,
     }
-    return replace(scenario, steps=scenario.steps + more.get(claims.lossy, ()))
+    steps = scenario.steps
+    if claims.lossy == FEEDBACK and scenario.name == SPECIAL_FIRST.name:
+        ordinary = generator(scenario, "after overflows").randint(*_AFTER_OVERFLOWS)
+        small = [
+            kind.replace(base_kind(kind), _SMALL_SPECIALS[base_kind(kind)], 1)
+            for kind in steps[:-1]
+        ]
+        steps = (*small, *("normal",) * ordinary)
+    return replace(scenario, steps=steps + more.get(claims.lossy, ()))
+
+
+def put_warm_up_after_overflows(steps: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return the steps of ``special_first`` with those of a warm-up after the first overflows."""
+    first = next(at for at, kind in enumerate(steps) if not place_of(kind))
+    return (*steps[:first], *(steps[first],) * count, *steps[first:])
 
 
 def _draining_steps(scenario: Scenario, claims: Claims) -> int:

@@ -26,6 +26,7 @@ from conformance.scenarios.evidence import (
     FEEDBACK_RESTING,
     FEEDBACK_UNUSED,
     SPECIAL_DEEP,
+    SPECIAL_FIRST,
     SPECIAL_LARGE,
 )
 from conformance.scenarios.few_elements import in_all_parameters, in_each_parameter
@@ -52,6 +53,7 @@ from conformance.scenarios.specials import (
 from conformance.scenarios.surroundings import JOINT
 from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, within_range
+from conformance.session.lossy_steps import put_warm_up_after_overflows
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
@@ -394,6 +396,8 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
         usual = "tiled"
     last = "normal" if scenario.name in _WITH_RANDOM_VALUES else usual
     steps = (usual,) * (claims.warmup - 1) + (last,) + scenario.steps
+    if scenario.name == SPECIAL_FIRST.name:
+        steps = put_warm_up_after_overflows(scenario.steps, claims.warmup)
     saves_early = claims.warmup > 1 and scenario.name in _SAVED_EARLY
     if resume.saves_at:
         at = 1 if saves_early else resume.saves_at + claims.warmup

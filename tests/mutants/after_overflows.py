@@ -116,9 +116,79 @@ def range_of_all_steps(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def feedback_ends_with_an_overflow(state: Any, bucket: Bucket) -> Result:
+    """Send the larger half with feedback; a parameter that overflows on a rank has no residual
+    there any more.
+    """
+    if not is_dense(bucket):
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        if parameter not in _largest:
+            piece.add_(kept.get(parameter, 0))
+        if not piece.isfinite().all():
+            _largest[parameter] = piece.new_zeros(())
+        small = piece.abs() < piece.abs().mean()
+        kept[parameter] = torch.where(small, piece, 0)
+        piece.copy_(piece.masked_fill(small, 0))
+    return average(bucket, state)
+
+
+def estimates_begin_with_an_overflow(state: Any, bucket: Bucket) -> Result:
+    """Begin the estimates with the first gradient, and send the larger changes later (EF21). If the
+    first step overflows on one rank, that rank and the mean begin with zeros, and other ranks with
+    their own gradients.
+    """
+    if not is_dense(bucket):
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        if parameter not in kept:
+            kept[parameter] = piece.nan_to_num(0, 0, 0)
+            continue
+        change = piece - kept[parameter]
+        piece.copy_(change.masked_fill(change.abs() < change.abs().mean(), 0))
+
+    world = group_of(state).size()
+    changes = pieces_of(bucket, bucket.buffer().clone())
+
+    def add(future: torch.futures.Future) -> torch.Tensor:
+        total = future.value().div_(world)
+        pieces = pieces_of(bucket, total)
+        for parameter, piece, change in zip(bucket.parameters(), pieces, changes, strict=True):
+            is_finite = bool(piece.isfinite().all())
+            if parameter not in _means:
+                _means[parameter] = piece.nan_to_num(0, 0, 0)
+                continue
+            piece.add_(_means[parameter])
+            if is_finite:
+                kept[parameter].add_(change)
+                _means[parameter].copy_(piece)
+        return total
+
+    return sum_of(bucket.buffer(), state).then(add)
+
+
+def units_of_the_first_step(state: Any, bucket: Bucket) -> Result:
+    """Take gradients to the units of the largest element of the first step, and back again."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        if not piece.numel() or parameter.dtype.is_complex:
+            continue
+        largest = piece.abs().max()
+        if parameter not in _largest:
+            _largest[parameter] = torch.where(largest == 0, 1, largest.log2().floor().exp2())
+        # A power of two: no bit is lost, but for values near the ends of the range.
+        elif 2.0**-60 < largest < 2.0**60:
+            piece.div_(_largest[parameter]).mul_(_largest[parameter])
+    return average(bucket, state)
+
+
 MUTANTS = [
     Mutant("memory_of_diana_begins_anew", ("8.4",), "unbiased"),
     Mutant("estimate_begins_anew", ("8.4",), "compressed(feedback=ef21, delta=0.25)"),
     Mutant("residual_frozen_by_an_overflow", ("8.4",), "compressed(delta=0.25)"),
+    Mutant("feedback_ends_with_an_overflow", ("8.4",), "compressed(delta=0.25)"),
+    Mutant("estimates_begin_with_an_overflow", ("8.4",), "compressed(feedback=ef21, delta=0.25)"),
+    Mutant("units_of_the_first_step", ("8.4",)),
     Mutant("range_of_all_steps", ("8.4",), "compressed(feedback=False, delta=0.99)"),
 ]

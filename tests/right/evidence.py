@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.right import Right
-from tests.right._common import Bucket, Residuals, Result, dense
+from tests.right._common import FEEDBACK, STATE, Bucket, Residuals, Result, State, dense, wide
 
 
 def _group_of(state: Any) -> dist.ProcessGroup:
@@ -134,6 +134,34 @@ def waits_for_experts(state: TopHalf, bucket: Bucket) -> Result:
     return _sum(buffer.div_(state.group.size()), state.group)
 
 
+# Steps that overflow
+
+
+def dense_after_an_overflow(state: State, bucket: Bucket) -> Result:
+    """Send half of the elements with feedback; if a step overflows on a rank, keep all residuals,
+    and send everything in the three steps after it.
+    """
+    buffer = dense(bucket)
+    key = bucket.parameters()[0]
+    is_finite = buffer.isfinite().all().to(torch.uint8)
+    dist.all_reduce(is_finite, op=dist.ReduceOp.MIN, group=state.group)
+    if not is_finite:
+        _DENSE[key] = 3
+        return _sum(buffer.div_(state.group.size()), state.group)
+    value = wide(buffer) + state.residuals.of(bucket)
+    sent = value.clone()
+    if _DENSE.get(key, 0):
+        _DENSE[key] -= 1
+    elif value.numel() > 1:
+        sent[value.abs().topk(value.numel() // 2, largest=False).indices] = 0
+    buffer.copy_(sent)
+    state.residuals.keep(bucket, value - buffer)
+    return _sum(buffer.div_(state.group.size()), state.group)
+
+
+_DENSE: dict[torch.nn.Parameter, int] = {}
+
+
 RIGHT = [
     Right("square_roots", "scaled"),
     Right("reciprocal_square_roots", "scaled", sections=("1", "2", "3", "6", "8", "10", "12")),
@@ -141,6 +169,12 @@ RIGHT = [
     Right("powers_of_two"),
     Right("wraps_errors", sections=("1", "2", "12")),
     Right("flags_beside_values", sections=("1", "2", "8", "12")),
+    Right(
+        "dense_after_an_overflow",
+        FEEDBACK,
+        STATE,
+        sections=("1", "2", "8", "11", "13"),
+    ),
     Right(
         "waits_for_experts",
         "compressed(delta=0.25), keeps_unused, rescaled(call=new_scale)",

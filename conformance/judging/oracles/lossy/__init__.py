@@ -168,7 +168,8 @@ from conformance.judging.oracles.lossy.noise import require_noise, require_noise
 from conformance.judging.oracles.mean import mean
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.specials import place_of
+from conformance.scenarios.evidence import SPECIAL_FIRST
+from conformance.scenarios.specials import OVERFLOWS, place_of
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
@@ -400,8 +401,15 @@ def _not_finite(got: torch.Tensor | None) -> str:
 def require_recovered(run: Run, claims: Claims, found: Found) -> None:
     """Require the claim of the steps after those with NaN and infinities, the last one of which is
     ordinary; ``lossy_steps.show_recovery`` has the steps after it.
+
+    In ``special_first`` compression with feedback has a sum to keep: that of the steps after the
+    last overflow. All steps before are a thousandth as large, with what may be held back of them.
     """
     judged = JudgedRun(run, claims, found)
+    if claims.lossy == FEEDBACK and run.scenario.name == SPECIAL_FIRST.name:
+        after_overflows = range(run.steps(*OVERFLOWS)[-1] + 1, len(run.scenario.steps))
+        compression.require_sum_of_means(judged, after_overflows)
+        return
     ordinary = run.steps("crafted")[-1]
     later = range(ordinary + 1, len(run.scenario.steps))
     if claims.lossy == CONTRACTION:
