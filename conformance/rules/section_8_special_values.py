@@ -114,10 +114,10 @@ def control_flow(run: Run, claims: Claims, found: Found) -> None:
 
     In a second run the first one to three steps have NaN or infinities on one rank, in one
     parameter or in all, as under the first scale of a GradScaler; so have one or two later steps,
-    after two to five ordinary ones. With feedback all of these are a thousandth as large, so that
-    it matters little whether a hook keeps or loses what it held back. The results of 4 to 12
-    ordinary steps after the last of them, and of faint gradients, then sum to the means. Estimates
-    may begin with an overflow. In a claimed warm-up these steps are not exact, but not finite.
+    after two to five ordinary ones. With feedback all these steps are a thousandth as large, so
+    that it matters little whether a hook keeps or loses its residual. The results of the next 4 to
+    12 ordinary steps, and of faint gradients, then sum to the means. Estimates may begin with an
+    overflow. In a claimed warm-up these steps are not exact, but not finite.
     """
     if claims.lossy:
         ordinary = ("crafted", "small", "normal", "constant", "settling", "faint")

@@ -403,7 +403,7 @@ def require_recovered(run: Run, claims: Claims, found: Found) -> None:
     ordinary; ``lossy_steps.show_recovery`` has the steps after it.
 
     In ``special_first`` compression with feedback has a sum to keep: that of the steps after the
-    last overflow. All steps before are a thousandth as large, with what may be held back of them.
+    last overflow. All steps before are a thousandth as large, and so is the residual then.
     """
     judged = JudgedRun(run, claims, found)
     if claims.lossy == FEEDBACK and run.scenario.name == SPECIAL_FIRST.name:
