@@ -13,6 +13,7 @@ import torch
 from conformance.records.files import OUTCOME, PEER_DIED
 from conformance.records.rank_record import RankRecord, read_rank
 from conformance.scenarios.gradients import REPEATED, gradient, sparse_rows, uses
+from conformance.scenarios.micro_batches import factor_of_step
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.specials import base_kind
 
@@ -191,6 +192,19 @@ class Run:
         kind = self.scenario.steps[step]
         return uses(len(group), group.index(rank), number, index, kind)
 
+    def factor(self, rank: int, step: int, index: int) -> int:
+        """Return the sum of the weights of the micro-batches in which ``rank`` feeds a parameter.
+
+        It is 0 if none does.
+        """
+        if not self.feeds(rank, step, index):
+            return 0
+        if len(self.scenario.microbatch_weights) == 1:
+            return 1
+        kind = self.scenario.steps[step]
+        number = step + self.scenario.first_step
+        return factor_of_step(self.scenario, self.group(rank).index(rank), number, index, kind)
+
     def receives(self, rank: int, step: int, index: int) -> bool:
         """Whether DDP leaves a gradient on ``rank``.
 
@@ -214,6 +228,9 @@ class Run:
             number = 0
         size = len(self.group(rank))
         values = fed(kind, spec, size, rank, number, index, self.scenario.period)
+        factor = self.factor(rank, step, index)
+        if factor != 1:
+            values = values * factor
         return values * self.scenario.loss_scale(step) if self.scenario.loss_scales else values
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:

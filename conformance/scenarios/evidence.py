@@ -13,7 +13,8 @@ special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its
 fails_large, dies_large
                 one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
 feedback_unused 7 to 9 rests, each of one to three steps, at least two longer than one; the
-                sizes of the matrices; whether each has a bucket of its own
+                sizes of the matrices; whether each has a bucket of its own; for half of the seeds
+                two to four micro-batches a step
 feedback_rescaled
                 four loss scales of 2**0 to 2**16, each for three to six steps; the second is
                 lower than the first by 2**7 to 2**10, the third higher than the second by 2**3 or
@@ -31,6 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from conformance.scenarios.hook import SPECIAL, VALUES
+from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
 # The names of all ranks of the largest world that `special` runs at.
@@ -39,6 +41,7 @@ _SMALLEST_MATRIX = 14  # exponents of two
 _SMALLEST_FAILURE = 12
 _LARGEST = 22
 _LATEST_FAILURE = 5
+_MOST_MICRO_BATCHES = 4
 _FIRST_LATE_FAILURE = 4
 _LAST_LATE_FAILURE = 255
 
@@ -298,6 +301,14 @@ def _draw_unused(scenario: Scenario, draw: random.Random) -> Scenario:
     )
 
 
+def _draw_unused_in_micro_batches(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the same, and whether a step has two to four micro-batches."""
+    scenario = _draw_unused(scenario, draw)
+    if draw.random() < 0.5:
+        return scenario
+    return with_micro_batches(scenario, draw.randint(2, _MOST_MICRO_BATCHES), draw)
+
+
 def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
     """Draw the sizes, the loss scales and their numbers of steps.
 
@@ -362,7 +373,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     COLLECTIVE_RAISES_LARGE.name: draw_failure,
     PEER_DIES_LARGE.name: draw_failure,
     COLLECTIVE_RAISES_LATE.name: draw_late_failure,
-    FEEDBACK_UNUSED.name: _draw_unused,
+    FEEDBACK_UNUSED.name: _draw_unused_in_micro_batches,
     FEEDBACK_RESCALED.name: _draw_rescaled,
     FEEDBACK_OVERFLOWN.name: _draw_overflown,
     FEEDBACK_RESTING.name: _draw_resting,

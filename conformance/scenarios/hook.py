@@ -359,7 +359,7 @@ COMBINED = replace(
     UNUSED,
     name="combined",
     summary="gradients are views, micro-batches accumulate, and some ranks leave some parameters "
-    "out",
+    "out, other ones in each micro-batch",
     ddp=replace(_SEVERAL_BUCKETS.ddp, find_unused_parameters=True, gradient_as_bucket_view=True),
     microbatch_weights=(2, -3, 2),
     freezes_unused_from=0,

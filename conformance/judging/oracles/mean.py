@@ -148,12 +148,12 @@ def expected(
         return right, bound + _flushed(spec.dtype) * len(group), recorded
     kind = run.scenario.steps[step]
     number = step + run.scenario.first_step
-    feeding = tuple(run.feeds(other, step, index) for other in group)
+    factors = tuple(run.factor(other, step, index) for other in group)
     size = len(run.group(rank))
     period = run.scenario.period
     is_kept = math.prod(spec.shape) <= MOST_KEPT
     compute = expected_of_inputs if is_kept else expected_of_inputs.__wrapped__
-    return compute(kind, spec, group, feeding, size, number, index, claims, period)
+    return compute(kind, spec, group, factors, size, number, index, claims, period)
 
 
 @functools.lru_cache(maxsize=4096)  # the ranks of a group expect the same
@@ -161,7 +161,7 @@ def expected_of_inputs(
     kind: str,
     spec: Param,
     group: tuple[int, ...],
-    feeding: tuple[bool, ...],
+    factors: tuple[int, ...],
     size: int,
     step: int,
     index: int,
@@ -174,7 +174,7 @@ def expected_of_inputs(
         kind: the kind of gradients of the step.
         spec: the parameter.
         group: the ranks that the mean is taken over.
-        feeding: for each of them, whether it has a gradient; if not, it counts as zeros.
+        factors: for each of them, the factor of its gradient; 0 if it has none.
         size: the number of ranks that the inputs were made for.
         step: the number of the step.
         index: the number of the parameter.
@@ -183,7 +183,7 @@ def expected_of_inputs(
     """
     make = fed if math.prod(spec.shape) <= MOST_KEPT else fed.__wrapped__
     inputs = [make(kind, spec, size, rank, step, index, period) for rank in group]
-    values = torch.stack([one * feeds for one, feeds in zip(inputs, feeding, strict=True)])
+    values = torch.stack([one * factor for one, factor in zip(inputs, factors, strict=True)])
     right, bound = _bounded(values, spec.dtype, claims, base_kind(kind))
     return right, bound, values
 

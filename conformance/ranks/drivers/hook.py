@@ -35,6 +35,7 @@ from conformance.ranks.models.probe import scripted_gradients, training_loss
 from conformance.ranks.placement import dispatch_key
 from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
+from conformance.scenarios.micro_batches import micro_batches_with
 from conformance.scenarios.model import DRAINING, EACH_MODEL_FAILS
 from conformance.torch_versions.private import (
     empty_bucket,
@@ -336,10 +337,10 @@ class HookDriver(RankDriver):
     def _forward(self, step: int, kind: str) -> torch.Tensor:
         """Train all micro-batches but the last, and return the loss of that one."""
         *local, last = self.scenario.microbatch_weights
-        for weight in local:
+        for batch, weight in enumerate(local):
             with self.model.ddp.no_sync():
-                self._loss(step, kind, weight).backward()
-        loss = self._loss(step, kind, last * self.model.scale)
+                self._loss(step, kind, weight, batch).backward()
+        loss = self._loss(step, kind, last * self.model.scale, len(local))
         if self.twin and self.scenario.joint:
             loss = loss + self.twin.loss(step, kind)
         return loss
@@ -404,11 +405,16 @@ class HookDriver(RankDriver):
         if self.scenario.poststep:
             self._call_after_backward()
 
-    def _loss(self, step: int, kind: str, weight: int) -> torch.Tensor:
+    def _loss(self, step: int, kind: str, weight: int, batch: int) -> torch.Tensor:
         step = self.scenario.inputs_at(step)
         if not self.scenario.params:
             return training_loss(self.model.ddp, self.rank, step, self.device)
-        grads = self._scripted(step, kind)
+        grads = [
+            grad
+            if micro_batches_with(self.scenario, self.group_rank, step, index, kind)[batch]
+            else None
+            for index, grad in enumerate(self._scripted(step, kind))
+        ]
         if weight != 1:
             grads = [None if grad is None else grad * weight for grad in grads]
         loss: torch.Tensor = self.model.ddp(grads)

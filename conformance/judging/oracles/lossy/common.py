@@ -37,8 +37,8 @@ class JudgedRun:
         kind = scenario.steps[step]
         # A sparse parameter gets the gradients of other rows at every step.
         is_repeated = kind in REPEATED and scenario.params[index].layout != "sparse"
-        feeding = tuple(self.run.feeds(other, step, index) for other in group)
-        key = (group, kind if is_repeated else step, index, feeding)
+        factors = tuple(self.run.factor(other, step, index) for other in group)
+        key = (group, kind if is_repeated else step, index, factors)
         if key not in self.means:
             self.means[key] = mean(self.run, rank, step, index, group)
         return self.means[key]
