@@ -254,7 +254,8 @@ def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
 
     In each step no rank uses one of five parameters, which rest in turn, for one to three steps;
     others are used by one rank alone then. Each has a bucket of its own, or there are two or three
-    in a bucket, and DDP drops the result of one. A hook without the claim may send a part of its
+    in a bucket, and DDP drops the result of one. For half of the seeds a step has two to four
+    micro-batches, each with parameters of its own. A hook without the claim may send a part of its
     residual in such a step, which is lost: an expert of a mixture loses it in most steps. The
     certificate names that limit.
     """

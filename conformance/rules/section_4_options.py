@@ -147,7 +147,11 @@ def static_graph(run: Run, claims: Claims, found: Found) -> None:
 def together(run: Run, claims: Claims, found: Found) -> None:
     """With gradient_as_bucket_view=True, find_unused_parameters=True and micro-batches under
     no_sync at once, the result is the same as with each of them alone. Or the subject refuses such
-    a model with an error on every rank."""
+    a model with an error on every rank.
+
+    Each micro-batch has parameters of its own, as if it was routed to other experts: one that only
+    an earlier one has used is used in that step.
+    """
     require_steps(run, claims, found, run.steps("crafted"))
 
 

@@ -11,8 +11,7 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
     compressed              infinities on one rank in a claimed warm-up; a constant plus random
                             values, so that losses add up; rounds with four times as much, small
                             ones, zeros; zeros until residuals are empty, once on the way and at the
-                            end; before the first of these, two or three rounds with 2**4 to 2**8
-                            times as much; before the end small ones alone
+                            end; before the end small ones alone
     compressed(ef21)        random values, held until the estimates have converged to them
     compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
@@ -48,10 +47,6 @@ SETTLED = 1 / 4096
 SMALL_AT_LAST = 1 / 64  # of an uneven residual, when small gradients end
 REPEATS = 2  # special rounds of each kind
 SPIKES = 8  # rounds with four times as much as usual, and small ones
-# Exponents of large spikes. Roundings of larger ones would hide a leak (``oracles/long_runs.py``).
-_LARGE_SPIKES = (4, 8)
-_LARGEST_SPIKE = 7  # or more: one of them
-_MOST_OF_THEM = 3
 # Factors of gradients that stay small or large for longer than ranks may be silent (rule 23.5), and
 # the rounds of each: a period that follows the length of gradients grows to hundreds of steps.
 _OTHER_LENGTHS = (-20, 17)
@@ -176,22 +171,13 @@ def _with_feedback(drawn: int, delta: float, draws: random.Random) -> list[str]:
     ebb = min(2 * steps_until(delta, SMALL_AT_LAST), drawn // 4)
     after = ["drift"] * (drawn - ebb) + ["small"] * ebb
     begin = drawn
-    # The residual that a spike leaves is uneven: it has time to even out before the drain.
-    even = min(drain, drawn // 8)
-    large: list[int] = []
     if drain <= drawn // 8:
         begin = draws.randrange(drawn // 4, drawn // 2)
         after[begin : begin + drain] = ["faint"] * drain
-        before = range(max(1, begin - even - max(even, _MOST_OF_THEM)), begin - even)
-        large = draws.sample(before, draws.randint(2, _MOST_OF_THEM))
-        for number, place in enumerate(large):
-            least, most = _LARGE_SPIKES
-            exponent = draws.randint(least if number else _LARGEST_SPIKE, most)
-            after[place] = f"{GROWN}/{exponent}"
+    # The residual that a spike leaves is uneven: it has time to even out before the drain.
+    even = min(drain, drawn // 8)
     places = [
-        place
-        for place in range(1, drawn - ebb - even)
-        if not begin - even <= place < begin + drain and place not in large
+        place for place in range(1, drawn - ebb - even) if not begin - even <= place < begin + drain
     ]
     _put(after, ("spike", "small"), SPIKES, draws, places)
     return after + ["faint"] * drain

@@ -61,7 +61,8 @@ class Claims:
         poststep: gradients are right only after the trainer has made a call when backward is over.
         call: the name of that call, or '' if it belongs to the set-up's Case.
         chained: callbacks start collectives.
-        keeps_unused: what is held back of a parameter stays if no rank has used it in a step.
+        keeps_unused: what is held back of a parameter stays if no rank has used it in a step, whose
+            backwards are under no_sync but for the last one.
         rescaled: the name of the function that is called after a change of the loss scale, or ''.
         kind: the kind of the subject.
         options: the values of the claims that have no field here, by claim, in the order in which

@@ -386,7 +386,7 @@ CHECKPOINTABLE = field_flag(
 KEEPS_UNUSED = field_flag(
     "keeps_unused",
     "With compressed: what is held back of a parameter that no rank has used in a step is kept, "
-    "since DDP drops its result.",
+    "since DDP drops its result. All backwards of a step but the last one are under no_sync.",
     "11.5",
 )
 
