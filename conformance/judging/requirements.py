@@ -1,13 +1,19 @@
 """Requirements that rules of several sections share; each records its findings in a ``Found``."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from conformance.judging.likely_causes import diagnose
 from conformance.judging.oracles import lossy
 from conformance.judging.oracles import mean as oracle
-from conformance.judging.oracles.optimizer_claim import ROUNDINGS_OF_OPTIMIZER, make_optimizer
+from conformance.judging.oracles.optimizer_claim import (
+    ROUNDINGS_OF_OPTIMIZER,
+    Stepped,
+    precisions,
+)
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
@@ -228,7 +234,8 @@ def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
 
     A parameter that no rank has used in a step gets the hook's result, which DDP drops. A hook may
     step it or leave it alone, in all such steps alike. With a static graph DDP settles its buckets
-    a step later, and so may a hook that waits for them.
+    a step later, and so may a hook that waits for them. Parameters of half precision may be stepped
+    in any of the precisions of ``oracles/optimizer_claim.py``, each in one of them in all steps.
     """
     for rank in range(run.world):
         for index, spec in enumerate(run.scenario.params):
@@ -236,9 +243,9 @@ def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
                 continue
             ways = _ways_to_step(run, claims, rank, index)
             tries = []
-            for after, steps_unused in ways:
+            for way in ways:
                 tries.append(Found())
-                if _require_optimized(run, claims, tries[-1], rank, index, after, steps_unused):
+                if _require_optimized(run, claims, tries[-1], rank, index, way):
                     found.checked(tries[-1].checks)
                     break
             else:
@@ -268,27 +275,36 @@ def _steps_and_sources(run: Run, rank: int) -> list[tuple[int, int]]:
     return steps
 
 
-def _ways_to_step(run: Run, claims: Claims, rank: int, index: int) -> list[tuple[int, bool]]:
-    """Return the steps before a hook's first, and whether it steps unused parameters."""
+@dataclass(frozen=True)
+class _Way:
+    """A way in which a hook may step a parameter.
+
+    Attributes:
+        after: the number of steps before the first that steps the parameter.
+        steps_unused: the hook steps a parameter that no rank has used.
+        precision: see ``oracles/optimizer_claim.py``.
+    """
+
+    after: int
+    steps_unused: bool
+    precision: str
+
+
+def _ways_to_step(run: Run, claims: Claims, rank: int, index: int) -> list[_Way]:
+    """Return the ways in which a hook may step a parameter; the usual one comes first."""
     steps = _steps_with_inputs(run, rank)
     all_used = all(
         run.receives(rank, step, index) or run.scenario.is_frozen(index, step) for step in steps
     )
     is_late = run.scenario.ddp.static_graph and claims.after > 0
     delays = [claims.after, claims.after + 1] if is_late else [claims.after]
-    return [
-        (delay, unused) for delay in delays for unused in ([True] if all_used else [True, False])
-    ]
+    in_precision = precisions(claims.fused, _first_values(run.scenario.params[index]).dtype)
+    unused = [True] if all_used else [True, False]
+    return [_Way(*way) for way in product(delays, unused, in_precision)]
 
 
 def _require_optimized(
-    run: Run,
-    claims: Claims,
-    found: Found,
-    rank: int,
-    index: int,
-    after: int,
-    steps_unused: bool,
+    run: Run, claims: Claims, found: Found, rank: int, index: int, way: _Way
 ) -> bool:
     """Compare one parameter of one rank after every step; return whether all are right.
 
@@ -298,14 +314,12 @@ def _require_optimized(
         found: the findings.
         rank: the rank.
         index: the number of the parameter.
-        after: the number of steps before the first that steps the parameter.
-        steps_unused: the hook steps a parameter that no rank has used.
+        way: how the hook steps it.
     """
     spec = run.scenario.params[index]
     name = run.parameter_name(index)
     parameter = _first_values(spec)
-    optimizer = make_optimizer(claims.fused, [parameter])
-    changes = torch.zeros(())
+    stepped = Stepped(claims.fused, parameter, way.precision)
     for step, source in _steps_and_sources(run, rank):
         is_used = run.receives(source, step, index)
         got = run.got(source, step, index) if is_used else run.dropped(source, step, index)
@@ -313,17 +327,14 @@ def _require_optimized(
             got = run.fed(source, step, index)
         if got is None:
             return True  # a missing gradient is a failure of 2.1
-        before = parameter.detach().clone()
         in_ddp = not run.scenario.is_frozen(index, step)
-        if step >= after and in_ddp and (is_used or steps_unused):
-            parameter.grad = got.to(parameter.dtype).reshape(parameter.shape)
-            optimizer.step()
+        if step >= way.after and in_ddp and (is_used or way.steps_unused):
+            stepped.step(got.to(parameter.dtype))
         right = parameter.detach()
-        changes = changes + (right - before).abs()
         if source != rank:
             continue
         now = run.ranks[rank].tensors[f"{step}/parameter/{name}"]
-        bound = ROUNDINGS_OF_OPTIMIZER * torch.finfo(parameter.dtype).eps * changes
+        bound = ROUNDINGS_OF_OPTIMIZER * torch.finfo(parameter.dtype).eps * stepped.changes
         near = (now - right).abs() <= bound
         # Adam divides 0 by 0 if float16 has lost its epsilon: NaN is then right.
         wrong = ~(near | (now == right) | (now.isnan() & right.isnan()))

@@ -234,7 +234,9 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
 
     The bound is 64 units in the last place of the sum of all changes, because the hook may take
     operations in another order. Layers whose gradients are 2**-25 and 2**-24 show an optimizer's
-    epsilon. Under find_unused_parameters a parameter that no rank has used is either left alone in
+    epsilon. Parameters in half precision may be stepped in float32: its operations alone, its state
+    too, or with a float32 copy of the parameter that is kept; each in the same way in every step.
+    Under find_unused_parameters a parameter that no rank has used is either left alone in
     every such step, or stepped with the hook's result in every such step. With a static graph the
     first step may be one later than claimed, if ``after`` is claimed. A hook may refuse unused
     parameters, also beside gradients that are views of the buckets, and ranks without inputs, with

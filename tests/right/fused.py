@@ -141,6 +141,52 @@ def sgd_of_each(state: OfEach, bucket: Bucket) -> Result:
     )
 
 
+class Masters:
+    """Adam for each parameter, with float32 masters of half precision.
+
+    They are kept between steps, as by apex and DeepSpeed, or cast anew in each.
+    """
+
+    def __init__(self, process_group: Group, keeps: bool = True) -> None:
+        self.group = process_group
+        self.keeps = keeps
+        self.masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self.optimizers: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+
+    def step(self, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        is_half = parameter.dtype in (torch.float16, torch.bfloat16)
+        if parameter not in self.optimizers:
+            master = torch.nn.Parameter(parameter.detach().float()) if is_half else parameter
+            self.masters[parameter] = master
+            self.optimizers[parameter] = torch.optim.Adam([master], lr=0.01)
+        master = self.masters[parameter]
+        if is_half and not self.keeps:
+            master.data.copy_(parameter)
+        before = master.grad
+        master.grad = grad.to(master.dtype)
+        self.optimizers[parameter].step()
+        master.grad = before
+        if is_half:
+            parameter.data.copy_(master)
+
+
+def adam_of_masters(state: Masters, bucket: Bucket) -> Result:
+    """Average, and step Adam of torch in float32 or wider."""
+    buffer = dense(bucket)
+
+    def step(fut: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        mean = fut.value()[0]
+        for parameter, grad in zip(bucket.parameters(), _in_shape(bucket, mean), strict=True):
+            state.step(parameter, grad)
+        return mean
+
+    return (
+        dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+        .get_future()
+        .then(step)
+    )
+
+
 class RateOfTrainer:
     """A group, and the trainer's optimizer, which has the learning rate."""
 
@@ -208,9 +254,19 @@ def flat_sgd(state: Flat, bucket: Bucket) -> Result:
     )
 
 
+# Sections for a subject with an optimizer of another form.
+_STEPS = ("2", "4", "9", "11", "13", "23")
+
 RIGHT = [
     Right("fused_adam", "fused(Adam, lr=0.01)", f"{__name__}:Adam"),
     Right("fused_sgd", "fused(SGD, lr=0.1, weight_decay=0.01)", STATE),
+    Right("adam_of_masters", "fused(Adam, lr=0.01)", f"{__name__}:Masters", sections=_STEPS),
+    Right(
+        "adam_of_masters",
+        "fused(Adam, lr=0.01)",
+        f"{__name__}:Masters,keeps=False",
+        sections=_STEPS,
+    ),
     Right("sgd_of_each", "fused(SGD, lr=0.1, momentum=0.9)", f"{__name__}:OfEach"),
     Right("sgd_at_the_rate_of_the_trainer", "fused(SGD, lr=0.1)", f"{__name__}:RateOfTrainer"),
     Right("flat_sgd", "fused(SGD, lr=0.1)", f"{__name__}:Flat"),

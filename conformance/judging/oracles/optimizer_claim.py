@@ -1,6 +1,19 @@
-"""The optimizer that ``fused(...)`` claims, made by torch.optim, and its parameters' bound."""
+"""The optimizer that ``fused(...)`` claims, made by torch.optim, and its parameters' bound.
+
+A hook that steps parameters of float16 or bfloat16 computes in one of four precisions:
+
+    own         the optimizer's state and its operations have the dtype of the parameter, as in
+                torch.optim by default
+    operations  operations alone are float32, as in torch.optim with fused=True
+    state       the state is float32, too; the parameter is widened in each step, and rounded after
+    masters     a float32 copy of the parameter is stepped and kept; the parameter is that, rounded
+
+In float16 they differ by far more than roundings: Adam's epsilon of 1e-8 is zero in float16, and so
+are squares of gradients below 2**-12. All else is float32 or wider in every precision.
+"""
 
 import ast
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,20 +22,75 @@ ROUNDINGS_OF_OPTIMIZER = 64
 """The bound on parameters, in epsilons of the sum of all their changes: a hook may take the
 operations of its optimizer in another order."""
 
+OWN = "own"
+OPERATIONS = "operations"
+STATE = "state"
+MASTERS = "masters"
+# Optimizers that torch.optim makes with fused=True on CPU, too.
+_WITH_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
-def make_optimizer(text: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer that a claim names, such as ``SGD(lr=0.1)``."""
+
+def make_optimizer(
+    text: str, parameters: list[torch.nn.Parameter], **more: Any
+) -> torch.optim.Optimizer:
+    """Make the optimizer that a claim names, such as ``SGD(lr=0.1)``, with some options more."""
+    name, options = _read(text)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, **options | more)
+    return made
+
+
+def _read(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of an optimizer."""
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call)
     assert isinstance(call.func, ast.Name)
-    options: dict[str, Any] = {
+    return call.func.id, {
         str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords
     }
-    made: torch.optim.Optimizer = getattr(torch.optim, call.func.id)(parameters, **options)
-    return made
 
 
 def claimed_rate(text: str) -> float:
     """Return the learning rate of the optimizer that a claim names."""
     optimizer = make_optimizer(text, [torch.nn.Parameter(torch.zeros(1, 1))])
     return float(optimizer.defaults["lr"])
+
+
+def precisions(text: str, dtype: torch.dtype) -> Sequence[str]:
+    """Return the precisions in which a hook may step a parameter of a dtype."""
+    if torch.promote_types(dtype, torch.float32) == dtype:
+        return (OWN,)
+    name, options = _read(text)
+    has_fused = name in _WITH_FUSED and not {"fused", "foreach"} & options.keys()
+    return (OWN, MASTERS, STATE, *([OPERATIONS] if has_fused else []))
+
+
+class Stepped:
+    """A parameter that the claimed optimizer steps, in one of the precisions.
+
+    Attributes:
+        parameter: the parameter.
+        changes: the sum of its changes so far, without their signs.
+    """
+
+    def __init__(self, text: str, parameter: torch.nn.Parameter, precision: str) -> None:
+        self.parameter = parameter
+        self.changes = torch.zeros(())
+        self._precision = precision
+        self._wide = parameter
+        if precision in (MASTERS, STATE):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            self._wide = torch.nn.Parameter(parameter.detach().to(wide))
+        more = {"fused": True} if precision == OPERATIONS else {}
+        self._optimizer = make_optimizer(text, [self._wide], **more)
+
+    @torch.no_grad()
+    def step(self, gradient: torch.Tensor) -> None:
+        """Step the parameter with a gradient of its dtype."""
+        if self._precision == STATE:
+            self._wide.copy_(self.parameter)
+        before = self._wide.detach().clone()
+        self._wide.grad = gradient.to(self._wide.dtype).reshape(self._wide.shape)
+        self._optimizer.step()
+        self.changes = self.changes + (self._wide.detach() - before).abs()
+        if self._wide is not self.parameter:
+            self.parameter.copy_(self._wide)
