@@ -319,7 +319,7 @@ def _require_optimized(
     spec = run.scenario.params[index]
     name = run.parameter_name(index)
     parameter = _first_values(spec)
-    stepped = Stepped(claims.fused, parameter, way.precision)
+    stepped = Stepped(claims.fused, parameter, way.precision, len(spec.shape))
     for step, source in _steps_and_sources(run, rank):
         is_used = run.receives(source, step, index)
         got = run.got(source, step, index) if is_used else run.dropped(source, step, index)

@@ -68,6 +68,8 @@ class Rule:
         level: a MUST decides the certificate, a SHOULD is reported beside it.
         since: the version of the rule book that introduced the rule.
         on: the scenarios whose records the rule reads.
+        if_inexact: the scenarios among them that are read only if the subject claims a result that
+            is rounded, compressed or random, and a world size fits them.
         owns: the scenarios among them whose failed runs fail this rule. Other rules that read a
             failed run are "not run".
         needs: the rules that must hold before this one is judged, because one defect is to fail one
@@ -107,6 +109,7 @@ class Rule:
     level: str
     since: str
     on: tuple[Scenario, ...]
+    if_inexact: tuple[Scenario, ...]
     owns: tuple[Scenario, ...]
     needs: tuple[str, ...]
     watches: bool
@@ -165,6 +168,7 @@ def rule(
     on: tuple[Scenario, ...],
     remedy: str,
     source: str,
+    if_inexact: tuple[Scenario, ...] = (),
     owns: tuple[Scenario, ...] = (),
     needs: tuple[str, ...] = (),
     presumes: tuple[str, ...] = (),
@@ -198,6 +202,7 @@ def rule(
             level=level,
             since=since,
             on=on,
+            if_inexact=if_inexact,
             owns=owns,
             needs=needs,
             watches=watches,

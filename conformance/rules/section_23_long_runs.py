@@ -83,7 +83,7 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
         return
     if claims.lossy == UNBIASED:
         if long_run_draws.require_unbiased(record, found) and claims.noise:
-            long_run_draws.require_lasting_noise(record, claims.noise, found)
+            long_run_draws.require_lasting_noise(record, claims, found)
     elif claims.lossy == LOCAL:
         long_run_weights.require_weights(record, found)
     elif claims.lossy == FEEDBACK:

@@ -4,7 +4,7 @@ import torch
 
 from conformance.judging.common_rules import refuses_fewer_ranks
 from conformance.judging.likely_causes import norm_ratios
-from conformance.judging.oracles import lossy, vast
+from conformance.judging.oracles import folded, lossy, vast
 from conformance.judging.oracles import mean as oracle
 from conformance.judging.requirements import (
     replaced_by_lossy_rules,
@@ -28,6 +28,7 @@ from conformance.scenarios.hook import (
 )
 from conformance.scenarios.mostly_zero import MOSTLY_ZERO
 from conformance.scenarios.sparse import SPARSE
+from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, RANGES
 from conformance.subjects.claims import LOCAL, Claims
 
@@ -324,10 +325,12 @@ def _require_noise(run: Run, claims: Claims, found: Found, index: int, cause: st
         if sum(map(len, errors)) < vast.FEWEST:
             continue
         error = torch.cat(errors)
-        size = float(error.square().mean().sqrt()) * len(run.group(rank)) ** 0.5
+        noise = claims.least_noise(len(run.group(rank)))
+        size = float(error.square().mean().sqrt()) * claims.noise / noise
+        ranks = "the number of ranks" if claims.noise_of_one else "the root of the ranks"
         found.require(
             size >= claims.noise / 1.5,
-            f"noise with a root mean square of {claims.noise:g} over the root of the ranks",
+            f"noise with a root mean square of {claims.noise:g} over {ranks}",
             f"rank {rank}, parameter {run.parameter_name(index)}: {size:.3g}",
             cause,
         )
@@ -337,7 +340,8 @@ def _require_noise(run: Run, claims: Claims, found: Found, index: int, cause: st
 @rule(
     "2.10",
     "Needs its claims",
-    on=(VALUES,),
+    on=(VALUES, NETWORK),
+    if_inexact=(NETWORK,),
     needs=("2.2",),
     reads_all_runs=True,
     source="rule book: no claim switches a rule off without its mirror",
@@ -350,15 +354,21 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     optimizer moves its parameters.
 
     A claim that is not needed would hide a later defect. One world size at which it is true is
-    enough.
+    enough. Hooks that compress or round large buckets alone do so in a network, whose parameters
+    are as large as the claims allow (see 22.1).
     """
+    networks = [run for run in runs.values() if run.scenario.name == NETWORK.name]
+    runs = {name: run for name, run in runs.items() if run.scenario.name == VALUES.name}
     several = [run for run in runs.values() if run.world > 1]
     run = min(several, key=lambda run: run.world, default=next(iter(runs.values())))
     if claims.lossy == LOCAL:
         _require_different_replicas(runs, claims, found)
     elif claims.lossy:
-        steps = range(claims.warmup, len(run.scenario.steps))
-        loses = any(lossy.differs(one, step, claims) for one in runs.values() for step in steps)
+        loses = any(
+            lossy.differs(one, step, claims)
+            for one in (*runs.values(), *networks)
+            for step in range(claims.warmup, len(one.scenario.steps))
+        )
         expected = f"a result that differs from the mean, as {claims} declares"
         found.require(loses, expected, "the exact mean, in every step")
     if claims.fused:
@@ -367,8 +377,13 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         found.require(moved, "parameters that the hook steps", "no parameter has moved")
     if claims.rounded:
         strict = Claims(sum=claims.sum, scaled=claims.scaled, world_only=claims.world_only)
+        is_rounded = any(
+            oracle.compare(run, step, strict).mismatch for step in run.steps("normal")
+        ) or any(
+            not folded.require_right(one, strict, Found(), one.steps("normal")) for one in networks
+        )
         found.require(
-            any(oracle.compare(run, step, strict).mismatch for step in run.steps("normal")),
+            is_rounded,
             f"values rounded to {claims.rounded}",
             "every element of the random steps is as exact as without rounding",
         )

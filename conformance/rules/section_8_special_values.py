@@ -78,7 +78,8 @@ def zeros(run: Run, claims: Claims, found: Found) -> None:
 
     Under ``unbiased(noise=d)`` it is noise, whose root mean square is the deviation d of one rank's
     noise, or less by the root of the number of ranks, and up to half as much more or less: in some
-    thousand elements it is off by a few percent.
+    thousand elements it is off by a few percent. If one rank alone adds it, it is less by the
+    number of ranks.
     """
     if not claims.lossy:
         require_steps(run, claims, found, run.steps("zero_one", "zero_all"))

@@ -8,9 +8,7 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import Profile, SizeLimit
 from conformance.session.adaptations import adapt_scenario
 from conformance.session.prerequisites import is_noticed_by_futures, reason_not_applicable
-from conformance.subjects.claims import (
-    Claims,
-)
+from conformance.subjects.claims import LOCAL, Claims
 from conformance.subjects.kinds import KINDS
 
 
@@ -90,13 +88,20 @@ class Plan:
         return [
             scenario
             for scenario in rule.on
-            if not (self._profile.ordered and is_noticed_by_futures(scenario))
+            if (scenario not in rule.if_inexact or self._loses_on(scenario))
+            and not (self._profile.ordered and is_noticed_by_futures(scenario))
             and not (self._claims.world_only and scenario.joint and scenario.twin_groups)
             and (
                 not scenario.resume.of_rank_0
                 or not (has_memory or self._exceeds_limit(self.adapted(scenario)))
             )
         ]
+
+    def _loses_on(self, scenario: Scenario) -> bool:
+        """Whether results may differ from the mean where a scenario runs, on all ranks alike."""
+        claims = self._claims
+        is_inexact = bool(claims.rounded or (claims.lossy and claims.lossy != LOCAL))
+        return is_inexact and bool(self.adapted(scenario).fits(self.world_sizes))
 
     def runs_of(self, rule: Rule) -> list[tuple[Scenario, int]]:
         """Return the scenarios that a rule reads, each with a world size."""

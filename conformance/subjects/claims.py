@@ -6,6 +6,7 @@ the help of ``--claims``, and the tables of claims in RULES.md and docs/your-hoo
 """
 
 import keyword
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Claims:
         period: the steps in one of which a local hook gives the mean over all ranks; 0 if it claims
             none.
         noise: the deviation of the noise that a rank adds to each element; 0 for none.
+        noise_of_one: one rank of the group adds it, and not each rank.
         warmup: steps before the first lossy one, as far as they are on record.
         long_warmup: all of these steps, if there are more than are on record; else 0.
         warmup_rounded: the dtype that values are rounded to in these steps, or None.
@@ -78,6 +80,7 @@ class Claims:
     mixing: bool = True
     period: int = 0
     noise: float = 0.0
+    noise_of_one: bool = False
     warmup: int = 0
     long_warmup: int = 0
     warmup_rounded: str | None = None
@@ -127,6 +130,11 @@ class Claims:
     def unbiased(self) -> bool:
         """Whether results are random, and right on average."""
         return self.lossy == UNBIASED
+
+    def least_noise(self, ranks: int) -> float:
+        """Return the deviation of the noise in the mean of so many ranks, which is larger if they
+        draw the same."""
+        return self.noise / (ranks if self.noise_of_one else math.sqrt(ranks))
 
     @property
     def holds_back(self) -> bool:

@@ -295,6 +295,13 @@ def claims_rounded(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def rounds_vast_buckets_alone(state: Any, bucket: Bucket) -> Result:
+    """Round buckets of more than 2**27 elements alone: none has as many."""
+    if bucket.buffer().numel() > 1 << 27:
+        return send_as(torch.float16, bucket, state)
+    return average(bucket, state)
+
+
 def claims_other_half(state: Any, bucket: Bucket) -> Result:
     """Claim rounding to float16, and round to bfloat16."""
     return send_as(torch.bfloat16, bucket, state)
@@ -356,6 +363,7 @@ MUTANTS = [
     Mutant("clamps", ("2.3",)),
     Mutant("drops_small", ("2.3",)),
     Mutant("claims_rounded", ("2.10",), claims="rounded(float16)"),
+    Mutant("rounds_vast_buckets_alone", ("2.10",), claims="rounded(float16)"),
     Mutant("claims_other_half", ("2.2",), claims="rounded(float16)"),
     Mutant("saturates", ("2.3",), claims="rounded(float16)"),
     Mutant("claims_sum", ("2.1",), claims="sum"),

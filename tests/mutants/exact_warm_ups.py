@@ -104,6 +104,13 @@ def warm_up_in_single(state: Halving, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+def halves_large_buckets_late(state: Halving, bucket: Bucket) -> Result:
+    """Compress large buckets alone, and begin with that a step late."""
+    if state.is_warm(bucket) or bucket.buffer().numel() < 1 << 14:
+        return average(bucket, state.group)
+    return _send_half(state, bucket)
+
+
 # A warm-up whose values are rounded
 
 
@@ -238,6 +245,7 @@ MUTANTS = [
     Mutant("warm_up_divided_by_world", ("2.7",), *_WARM_ONCE),
     Mutant("warm_up_of_users", ("4.1",), *_WARM),
     Mutant("warm_up_in_single", ("2.4",), *_WARM),
+    Mutant("halves_large_buckets_late", ("13.4",), _WARM[0], f"{_STATE},warm_up=3"),
     Mutant("warm_up_in_bfloat16", ("13.4",), *_WARM),
     Mutant("warm_up_in_bfloat16", ("13.4",), *_WARM_ONCE),
     Mutant("warm_up_of_few_bits", ("13.4",), *_WARM),

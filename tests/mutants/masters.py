@@ -1,4 +1,6 @@
-"""Mutants of rule 13.6: wrong steps in float32 of parameters in half precision."""
+"""Mutants of rule 13.6: wrong steps in float32 of parameters in half precision, and wrong groups
+of weight decay.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +70,48 @@ def masters_of_one_step(state: Masters, bucket: Bucket) -> Result:
     return _adam(state, bucket, finish)
 
 
+class Decays:
+    """AdamW for each parameter; it has no weight decay up to a number of dimensions or elements."""
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, dimensions: int = 1, elements: int = 0
+    ) -> None:
+        self.group = process_group
+        self.dimensions = dimensions
+        self.elements = elements
+        self.optimizers: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+
+    def is_decayed(self, parameter: torch.nn.Parameter) -> bool:
+        if self.elements:
+            return parameter.numel() > self.elements
+        return parameter.dim() > self.dimensions
+
+
+def adamw_of_groups(state: Decays, bucket: Bucket) -> Result:
+    """Take the weight decay of some parameters, but not of vectors alone."""
+
+    @torch.enable_grad()
+    def step(parameter: Any, gradient: torch.Tensor) -> None:
+        if parameter not in state.optimizers:
+            decay = 0.01 if state.is_decayed(parameter) else 0.0
+            state.optimizers[parameter] = torch.optim.AdamW([parameter], 0.1, weight_decay=decay)
+        before = parameter.grad
+        parameter.grad = gradient
+        state.optimizers[parameter].step()
+        parameter.grad = before
+
+    return _fused(state.group, bucket, step)
+
+
+_VECTORS = "fused(AdamW, lr=0.1, weight_decay=0.01, no_decay=vectors)"
+
 MUTANTS = [
-    Mutant(name, ("13.6",), "fused(Adam, lr=0.01)", f"{__name__}:Masters")
-    for name in ("master_after_its_parameter", "masters_of_one_step")
+    *(
+        Mutant(name, ("13.6",), "fused(Adam, lr=0.01)", f"{__name__}:Masters")
+        for name in ("master_after_its_parameter", "masters_of_one_step")
+    ),
+    *(
+        Mutant("adamw_of_groups", ("13.6",), _VECTORS, f"{__name__}:Decays,{options}")
+        for options in ("dimensions=0", "dimensions=2", "elements=8")
+    ),
 ]

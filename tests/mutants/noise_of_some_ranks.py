@@ -75,7 +75,32 @@ def _noisy(name: str, rule: str, state: str) -> Mutant:
     return Mutant(name, (rule,), f"unbiased(noise={_NOISE})", state=f"{__name__}:{state}")
 
 
+def noise_of_each_rank(state: Noise, bucket: Bucket) -> Result:
+    """Add noise on every rank, and claim that of one."""
+    buffer = bucket.buffer()
+    if is_dense(bucket) and not bucket.parameters()[0].is_complex():
+        noise = _NOISE * torch.randn(buffer.shape, generator=state.draws)
+        buffer.add_(noise.to(buffer.dtype))
+    return average(bucket, state.group)
+
+
+def noise_of_one_rank_divided(state: Noise, bucket: Bucket) -> Result:
+    """Divide the noise of the first rank by the number of ranks before the mean does."""
+    buffer = bucket.buffer()
+    is_first = dist.get_rank(state.group) == 0
+    if is_first and is_dense(bucket) and not bucket.parameters()[0].is_complex():
+        noise = _NOISE * torch.randn(buffer.shape, generator=state.draws) / state.group.size()
+        buffer.add_(noise.to(buffer.dtype))
+    return average(bucket, state.group)
+
+
+_OF_ONE = f"unbiased(noise={_NOISE}, ranks=1)"
+
 MUTANTS = [
+    *(
+        Mutant(name, ("8.3",), _OF_ONE, f"{__name__}:Noise", worlds=(3,))
+        for name in ("noise_of_each_rank", "noise_of_one_rank_divided")
+    ),
     _noisy("adds_noise", "4.1", "SparesTheUnused"),
     _noisy("adds_noise", "23.1", "Noise,half_life=700"),
     _noisy("adds_noise", "23.1", "Noise,half_life=2_500"),

@@ -277,6 +277,13 @@ def rounds_to_bfloat16(state: Any, bucket: Bucket) -> Result:
     return _send_as(torch.bfloat16, state, bucket, cast_back=False)
 
 
+def rounds_large_to_bfloat16(state: Any, bucket: Bucket) -> Result:
+    """Send bfloat16 if a bucket is large, and the gradients as they are if it is small."""
+    if bucket.buffer().numel() >= 1 << 14:
+        return _send_as(torch.bfloat16, state, bucket)
+    return _sum(bucket.buffer().div_(_group_of(state).size()), _group_of(state))
+
+
 def _send_as(dtype: torch.dtype, state: Any, bucket: Bucket, cast_back: bool = True) -> Result:
     group = _group_of(state)
     buffer = _refuse_sparse(bucket, "a rounding hook")
@@ -500,6 +507,7 @@ RIGHT = [
     Right("noise_scale", state=f"{__name__}:NoiseScale"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
+    Right("rounds_large_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
     Right("float16_gathered", "rounded(float16)", "process_group"),
     Right("gives_sum", "sum"),
     Right("always_world", "world_only"),

@@ -170,7 +170,24 @@ class Masters:
             parameter.data.copy_(master)
 
 
-def adam_of_masters(state: Masters, bucket: Bucket) -> Result:
+class Decays:
+    """AdamW for each parameter, without weight decay for biases and the weights of norms."""
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.optimizers: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+
+    def step(self, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        if parameter not in self.optimizers:
+            decay = 0.01 if parameter.dim() >= 2 else 0.0
+            self.optimizers[parameter] = torch.optim.AdamW([parameter], lr=0.1, weight_decay=decay)
+        before = parameter.grad
+        parameter.grad = grad
+        self.optimizers[parameter].step()
+        parameter.grad = before
+
+
+def adam_of_masters(state: Masters | Decays, bucket: Bucket) -> Result:
     """Average, and step Adam of torch in float32 or wider."""
     buffer = dense(bucket)
 
@@ -185,6 +202,11 @@ def adam_of_masters(state: Masters, bucket: Bucket) -> Result:
         .get_future()
         .then(step)
     )
+
+
+def adamw_of_groups(state: Decays, bucket: Bucket) -> Result:
+    """Average, and step AdamW of torch, with a weight decay for matrices alone."""
+    return adam_of_masters(state, bucket)
 
 
 class RateOfTrainer:
@@ -266,6 +288,12 @@ RIGHT = [
         "fused(Adam, lr=0.01)",
         f"{__name__}:Masters,keeps=False",
         sections=_STEPS,
+    ),
+    Right(
+        "adamw_of_groups",
+        "fused(AdamW, lr=0.1, weight_decay=0.01, no_decay=vectors)",
+        f"{__name__}:Decays",
+        sections=(*_STEPS, "22"),
     ),
     Right("sgd_of_each", "fused(SGD, lr=0.1, momentum=0.9)", f"{__name__}:OfEach"),
     Right("sgd_at_the_rate_of_the_trainer", "fused(SGD, lr=0.1)", f"{__name__}:RateOfTrainer"),

@@ -56,6 +56,17 @@ def top_k(state: State, bucket: Bucket) -> Result:
     return torch.futures.collect_all([work.get_future() for work in works]).then(scatter)
 
 
+def top_k_of_large(state: State, bucket: Bucket) -> Result:
+    """Send a part of large buckets, and all of others, as BytePS and hivemind do."""
+    buffer = dense(bucket)
+    if buffer.numel() >= 1 << 14:
+        return top_k(state, bucket)
+    total = state.residuals.of(bucket) + buffer
+    state.residuals.keep(bucket, torch.zeros_like(total))
+    work = dist.all_reduce(total.div_(state.group.size()), group=state.group, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0].to(buffer.dtype))
+
+
 def above_threshold(state: State, bucket: Bucket) -> Result:
     """Gather the elements of at least half the largest magnitude.
 
@@ -210,4 +221,5 @@ RIGHT = [
     Right("less_by_step", FEEDBACK + ", warmup(2)", STATE, sections=COMPRESSORS),
     Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),
     Right("ef21", "compressed(feedback=ef21, delta=0.25)", f"{__name__}:Estimates"),
+    Right("top_k_of_large", FEEDBACK, STATE, sections=COMPRESSORS),
 ]

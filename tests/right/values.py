@@ -29,6 +29,17 @@ def gaussian_noise(state: State, bucket: Bucket) -> Result:
     return work.get_future().then(lambda fut: fut.value()[0])
 
 
+def noise_of_first_rank(state: State, bucket: Bucket) -> Result:
+    """Add noise on the first rank alone, as Opacus does: it is drawn once for the sum."""
+    buffer = dense(bucket)
+    if state.group.rank() == 0:
+        noise = state.setting * torch.randn(buffer.shape, generator=state.generator(bucket.index()))
+        buffer.add_(noise.to(buffer.dtype))
+    state.count(bucket)
+    work = dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0])
+
+
 def experts(state: State, bucket: Bucket) -> Result:
     """Send nothing of a parameter whose gradient is zero on all ranks, and keep its residual.
 
@@ -98,5 +109,6 @@ RIGHT = [
     Right("list_of_places", state="process_group"),
     Right("list_of_places_in_half", "rounded(float16)", "process_group", sections=ARITHMETIC),
     Right("gaussian_noise", "unbiased(noise=0.25)", STATE),
+    Right("noise_of_first_rank", "unbiased(noise=0.25, ranks=1)", STATE),
     Right("experts", "compressed(delta=0.25)", STATE, sections=(*COMPRESSORS, "4", "8")),
 ]

@@ -9,6 +9,7 @@ import torch
 from conformance.judging.oracles.long_runs import LongRecord
 from conformance.judging.oracles.lossy.noise import NEARLY
 from conformance.judging.verdict import Found
+from conformance.subjects.claims import Claims
 
 # See "Unbiased" in ``oracles/lossy.py``.
 SIGMAS = 6.0
@@ -263,12 +264,12 @@ def require_independent(record: LongRecord, found: Found) -> bool:
     return True
 
 
-def require_lasting_noise(record: LongRecord, noise: float, found: Found) -> bool:
+def require_lasting_noise(record: LongRecord, claims: Claims, found: Found) -> bool:
     """Require noise of the same size in each eighth of the run.
 
     Args:
         record: the run.
-        noise: the claimed deviation of one rank's noise.
+        claims: the claims, with the deviation of a rank's noise.
         found: the findings of the rule.
     """
     counts = record.counts[record.warm_up :]
@@ -276,7 +277,7 @@ def require_lasting_noise(record: LongRecord, noise: float, found: Found) -> boo
     for rank in _different_ranks(record):
         errors = torch.cat(_errors(record, rank), dim=1) * scale.unsqueeze(1)
         sizes = [float(part.square().mean()) ** 0.5 for part in errors.tensor_split(BLOCKS)]
-        least = NEARLY * min(noise / math.sqrt(record.run.world), sizes[0])
+        least = NEARLY * min(claims.least_noise(record.run.world), sizes[0])
         for part, size in enumerate(sizes):
             holds = found.require(
                 size >= least,

@@ -119,7 +119,8 @@ class _Followed:
                     mean = rows[number] / count
                     parameter.grad = mean.to(parameter.dtype).reshape(parameter.shape)
                 if rates:
-                    optimizer.param_groups[0]["lr"] = rates[step]
+                    for group in optimizer.param_groups:
+                        group["lr"] = rates[step]
                 if step >= record.claims.after:
                     optimizer.step()
             for index, parameter in enumerate(parameters):

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from conformance.subjects.kinds.hook import NO_DECAY
+
 ROUNDINGS_OF_OPTIMIZER = 64
 """The bound on parameters, in epsilons of the sum of all their changes: a hook may take the
 operations of its optimizer in another order."""
@@ -31,11 +33,33 @@ _WITH_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def make_optimizer(
-    text: str, parameters: list[torch.nn.Parameter], **more: Any
+    text: str,
+    parameters: list[torch.nn.Parameter],
+    dimensions: Sequence[int] | None = None,
+    **more: Any,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that a claim names, such as ``SGD(lr=0.1)``, with some options more."""
+    """Make the optimizer that a claim names, such as ``SGD(lr=0.1)``.
+
+    With the option ``no_decay='vectors'`` parameters of fewer than two dimensions, such as biases
+    and the weights of norms, have no weight decay.
+
+    Args:
+        text: the optimizer.
+        parameters: the parameters.
+        dimensions: the number of dimensions of each in the model; None for their own.
+        more: options that the claim does not have.
+    """
     name, options = _read(text)
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, **options | more)
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if options.pop(NO_DECAY, None):
+        if dimensions is None:
+            dimensions = [parameter.dim() for parameter in parameters]
+        pairs = list(zip(parameters, dimensions, strict=True))
+        matrices = [parameter for parameter, number in pairs if number >= 2]
+        vectors = [parameter for parameter, number in pairs if number < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **options | more)
     return made
 
 
@@ -47,6 +71,11 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
     return call.func.id, {
         str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords
     }
+
+
+def has_vectors_apart(text: str) -> bool:
+    """Whether vectors have another weight decay than other parameters."""
+    return NO_DECAY in _read(text)[1]
 
 
 def claimed_rate(text: str) -> float:
@@ -70,9 +99,17 @@ class Stepped:
     Attributes:
         parameter: the parameter.
         changes: the sum of its changes so far, without their signs.
+
+    Args:
+        text: the optimizer.
+        parameter: the parameter; the real and the imaginary parts of a complex one.
+        precision: see above.
+        dimensions: the number of its dimensions in the model.
     """
 
-    def __init__(self, text: str, parameter: torch.nn.Parameter, precision: str) -> None:
+    def __init__(
+        self, text: str, parameter: torch.nn.Parameter, precision: str, dimensions: int
+    ) -> None:
         self.parameter = parameter
         self.changes = torch.zeros(())
         self._precision = precision
@@ -81,7 +118,7 @@ class Stepped:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             self._wide = torch.nn.Parameter(parameter.detach().to(wide))
         more = {"fused": True} if precision == OPERATIONS else {}
-        self._optimizer = make_optimizer(text, [self._wide], **more)
+        self._optimizer = make_optimizer(text, [self._wide], [dimensions], **more)
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor) -> None:

@@ -20,7 +20,8 @@ bound. These hold for the whole model, since they hold for each part that is com
 (for compressed(False), by Minkowski's inequality over the ranks).
 
 Under unbiased(noise=d) every element of every parameter has noise, so that
-||y - m||**2 is at least n d**2 / W, as if W ranks drew theirs apart; a factor of 1.5 is allowed to
+||y - m||**2 is at least n d**2 / W, as if W ranks drew theirs apart, or n d**2 / W**2 if one rank
+alone does; a factor of 1.5 is allowed to
 the root. It is required of n = 1,000 elements on, where the root of a mean square of Laplace's
 noise is off by 0.035 (one deviation), and by a third with no probability that counts.
 
@@ -198,7 +199,7 @@ def require_noise(run: Run, claims: Claims, found: Found) -> None:
     fed = _fed(run)
     count = len(run.scenario.params)
     numels = torch.tensor([math.prod(spec.shape) for spec in run.scenario.params]).double()
-    least = claims.noise / math.sqrt(run.world) / 1.5
+    least = claims.least_noise(run.world) / 1.5
     for rank in range(run.world):
         for step in range(max(fed.step, claims.warmup), len(run.scenario.steps)):
             moments = _moments(run, rank, step, "result", found)

@@ -119,20 +119,24 @@ COMPRESSED = Claim(
 def _read_unbiased(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     values = {"lossy": UNBIASED, **read_ratio(options)}
     noise = options.pop("noise", None)
+    ranks = options.pop("ranks", None)
     if args or options:
         raise ValueError("takes ratio= and noise=, or nothing")
+    if ranks is not None and (noise is None or ranks is True or ranks != 1):
+        raise ValueError(f"takes ranks=1 beside noise=, if one rank adds it; got {ranks!r}")
     if noise is None:
         return values
     if not is_number(noise) or not 0 < noise <= 16:
         raise ValueError(f"takes noise=, a number above 0, and 16 at most; got {noise!r}")
-    return {**values, "noise": float(noise)}
+    return {**values, "noise": float(noise), "noise_of_one": ranks == 1}
 
 
 def _write_unbiased(claims: "Claims") -> str | None:
     if claims.lossy != UNBIASED:
         return None
     noise = f"noise={_write_number(claims.noise)}" if claims.noise else ""
-    return write_call(UNBIASED, noise, write_ratio(claims))
+    ranks = "ranks=1" if claims.noise_of_one else ""
+    return write_call(UNBIASED, noise, ranks, write_ratio(claims))
 
 
 UNBIASED_RESULT = Claim(
@@ -147,6 +151,12 @@ UNBIASED_RESULT = Claim(
             "unbiased(noise=0.5)",
             "Each rank adds noise of that deviation to every element, also to zeros, as for "
             "differential privacy.",
+            "8.3",
+        ),
+        Form(
+            "unbiased(noise=0.5, ranks=1)",
+            "One rank alone adds that noise, before the gradients are divided by the number of "
+            "ranks.",
             "8.3",
         ),
     ),

@@ -155,6 +155,10 @@ SCALED = field_flag(
 # ---- Hooks that step parameters
 
 
+# The option of ``fused`` that names the parameters without weight decay.
+NO_DECAY = "no_decay"
+
+
 def _read_fused(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     after = options.pop("after", 0)
     frees = options.pop("frees_gradients", False)
@@ -169,6 +173,10 @@ def _read_fused(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"takes after=, a number of steps from 0 to 4; got {after!r}")
     if not isinstance(frees, bool):
         raise ValueError(f"takes frees_gradients=, which is True or False; got {frees!r}")
+    if options.get(NO_DECAY, "vectors") != "vectors":
+        raise ValueError(f"takes {NO_DECAY}=vectors; got {options[NO_DECAY]!r}")
+    if NO_DECAY in options and not options.get("weight_decay"):
+        raise ValueError(f"needs weight_decay= beside {NO_DECAY}=vectors")
     inside = ", ".join(write_named(options.items()))
     return {"fused": f"{name}({inside})", "after": after, "frees_gradients": frees}
 
@@ -189,6 +197,12 @@ FUSED = Claim(
             "fused(SGD, lr=0.1)",
             "The hook steps the parameters as torch.optim.SGD would; combines with any result.",
             "13.6, 23.6 in place of 9.2; it moves parameters: 2.10",
+        ),
+        Form(
+            "fused(AdamW, lr=0.1, weight_decay=0.01, no_decay=vectors)",
+            "Parameters of fewer than two dimensions, such as biases and weights of norms, have no "
+            "weight decay.",
+            "13.6, 23.6",
         ),
         Form(
             "fused(SGD, lr=0.1, after=2)",

@@ -1,6 +1,5 @@
 """Judge the size of claimed noise."""
 
-import math
 from itertools import product
 
 import torch
@@ -17,13 +16,15 @@ NEARLY = 0.85  # of the noise of all ranks: that of a thousand elements is off b
 def require_noise(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
     """Require the claimed noise as the result of zeros.
 
-    The noise of W ranks may be independent, or drawn once for all of them.
+    The noise of W ranks may be independent, or drawn once for all of them. That of one rank alone
+    is divided by W.
     """
-    most = 1.5 * claims.noise
     for step, rank in product(steps, range(run.world)):
-        least = claims.noise / math.sqrt(len(run.group(rank))) / 1.5
+        noise = claims.least_noise(len(run.group(rank)))
+        least = noise / 1.5
+        most = 1.5 * (noise if claims.noise_of_one else claims.noise)
         got = joined([run.got(rank, step, index) for index in range(len(run.scenario.params))])
-        size = -1.0 if got is None else float(got.norm()) / math.sqrt(len(got))
+        size = -1.0 if got is None else float(got.norm()) / len(got) ** 0.5
         holds = found.require(
             least <= size <= most,
             f"noise with a root mean square of {least:.3g} to {most:.3g} if zeros are fed",
@@ -56,7 +57,7 @@ def require_noise_of_all(run: Run, claims: Claims, found: Found) -> None:
             if not all(run.feeds(other, drawn[0], index) for other in group):
                 left_out.add(index)
         whole = [size for index, size in sizes.items() if index not in left_out]
-        least = NEARLY * min(claims.noise / math.sqrt(len(group)), *whole)
+        least = NEARLY * min(claims.least_noise(len(group)), *whole)
         for index in left_out:
             found.require(
                 sizes[index] >= least,
