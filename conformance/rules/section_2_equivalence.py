@@ -4,7 +4,7 @@ import torch
 
 from conformance.judging.common_rules import refuses_fewer_ranks
 from conformance.judging.likely_causes import norm_ratios
-from conformance.judging.oracles import folded, lossy, vast
+from conformance.judging.oracles import folded, lossy
 from conformance.judging.oracles import mean as oracle
 from conformance.judging.requirements import (
     replaced_by_lossy_rules,
@@ -136,7 +136,9 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     require_steps(run, claims, found, run.steps("crafted", "normal"))
     if claims.noise and not found.failures:
         for index in range(len(run.scenario.params)):
-            _require_noise(run, claims, found, index, "gradients of one dtype have no noise")
+            lossy.require_noise_of_parameter(
+                run, claims, found, index, "gradients of one dtype have no noise"
+            )
 
 
 @rule(
@@ -307,34 +309,9 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     if claims.noise and not found.failures:
         for index, spec in enumerate(run.scenario.params):
             if spec.layout == "sparse":
-                _require_noise(run, claims, found, index, "sparse gradients have no noise")
-
-
-def _require_noise(run: Run, claims: Claims, found: Found, index: int, cause: str) -> None:
-    """Require the claimed noise in a large parameter, on every rank that gets a gradient.
-
-    A factor of 1.5 is allowed from 1,000 elements on, as in ``oracles/vast.py``; in 24 elements
-    chance alone exceeds a factor of two once in 10,000 draws. The elements of all steps count.
-    """
-    steps = range(claims.warmup, len(run.scenario.steps))
-    for rank in range(run.world):
-        results = [(step, run.got(rank, step, index)) for step in steps]
-        errors = [
-            got - oracle.mean(run, rank, step, index) for step, got in results if got is not None
-        ]
-        if sum(map(len, errors)) < vast.FEWEST:
-            continue
-        error = torch.cat(errors)
-        noise = claims.least_noise(len(run.group(rank)))
-        size = float(error.square().mean().sqrt()) * claims.noise / noise
-        ranks = "the number of ranks" if claims.noise_of_one else "the root of the ranks"
-        found.require(
-            size >= claims.noise / 1.5,
-            f"noise with a root mean square of {claims.noise:g} over {ranks}",
-            f"rank {rank}, parameter {run.parameter_name(index)}: {size:.3g}",
-            cause,
-        )
-        found.checked(len(error))
+                lossy.require_noise_of_parameter(
+                    run, claims, found, index, "sparse gradients have no noise"
+                )
 
 
 @rule(

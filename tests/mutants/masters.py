@@ -112,6 +112,6 @@ MUTANTS = [
     ),
     *(
         Mutant("adamw_of_groups", ("13.6",), _VECTORS, f"{__name__}:Decays,{options}")
-        for options in ("dimensions=0", "dimensions=2", "elements=8")
+        for options in ("dimensions=0", "dimensions=2", "elements=20")
     ),
 ]

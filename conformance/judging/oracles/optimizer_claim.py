@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from conformance.subjects.kinds.hook import NO_DECAY
+from conformance.subjects.kinds._fused import NO_DECAY
 
 ROUNDINGS_OF_OPTIMIZER = 64
 """The bound on parameters, in epsilons of the sum of all their changes: a hook may take the

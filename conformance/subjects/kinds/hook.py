@@ -31,7 +31,7 @@ from conformance.scenarios.impulses import IMPULSES
 from conformance.scenarios.long_runs import ENDURANCE
 from conformance.scenarios.probes import OF_HOOKS, PROBE
 from conformance.scenarios.values import VALUES_IN_TRAINING
-from conformance.subjects.arguments import write_call, write_named
+from conformance.subjects.arguments import write_call
 from conformance.subjects.kinds._claim import (
     Claim,
     Form,
@@ -45,6 +45,7 @@ from conformance.subjects.kinds._claim import (
     table,
     write_reference,
 )
+from conformance.subjects.kinds._fused import FUSED
 from conformance.subjects.kinds._kind import Kind
 from conformance.subjects.kinds._lossy import (
     COMPRESSED,
@@ -61,18 +62,6 @@ if TYPE_CHECKING:
     from conformance.subjects.claims import Claims
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
-OPTIMIZERS = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "RMSprop",
-    "Rprop",
-    "NAdam",
-    "RAdam",
-)
 
 
 # ---- exact, rounded, sum
@@ -149,75 +138,6 @@ SCALED = field_flag(
     "Factors that no float holds, such as 1 / sqrt(world_size), come before and after the sum: the "
     "result is the mean within the bound of a sum, and not bit for bit.",
     "2.1, 2.2; it is not exact: 2.10",
-)
-
-
-# ---- Hooks that step parameters
-
-
-# The option of ``fused`` that names the parameters without weight decay.
-NO_DECAY = "no_decay"
-
-
-def _read_fused(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    after = options.pop("after", 0)
-    frees = options.pop("frees_gradients", False)
-    name = args[0].removeprefix("optim.") if len(args) == 1 else ""
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            "takes the name of an optimizer, and its options: fused(SGD, lr=0.1); "
-            f"one of {', '.join(OPTIMIZERS)}"
-        )
-    # Runs have few steps, and some of them must step the parameters.
-    if not isinstance(after, int) or isinstance(after, bool) or not 0 <= after <= 4:
-        raise ValueError(f"takes after=, a number of steps from 0 to 4; got {after!r}")
-    if not isinstance(frees, bool):
-        raise ValueError(f"takes frees_gradients=, which is True or False; got {frees!r}")
-    if options.get(NO_DECAY, "vectors") != "vectors":
-        raise ValueError(f"takes {NO_DECAY}=vectors; got {options[NO_DECAY]!r}")
-    if NO_DECAY in options and not options.get("weight_decay"):
-        raise ValueError(f"needs weight_decay= beside {NO_DECAY}=vectors")
-    inside = ", ".join(write_named(options.items()))
-    return {"fused": f"{name}({inside})", "after": after, "frees_gradients": frees}
-
-
-def _write_fused(claims: "Claims") -> str | None:
-    if not claims.fused:
-        return None
-    name, _, options = claims.fused.removesuffix(")").partition("(")
-    after = f"after={claims.after}" if claims.after else ""
-    frees = "frees_gradients=True" if claims.frees_gradients else ""
-    return write_call("fused", name, options, after, frees)
-
-
-FUSED = Claim(
-    "fused",
-    (
-        Form(
-            "fused(SGD, lr=0.1)",
-            "The hook steps the parameters as torch.optim.SGD would; combines with any result.",
-            "13.6, 23.6 in place of 9.2; it moves parameters: 2.10",
-        ),
-        Form(
-            "fused(AdamW, lr=0.1, weight_decay=0.01, no_decay=vectors)",
-            "Parameters of fewer than two dimensions, such as biases and weights of norms, have no "
-            "weight decay.",
-            "13.6, 23.6",
-        ),
-        Form(
-            "fused(SGD, lr=0.1, after=2)",
-            "The hook steps no parameters in the first two steps.",
-            "13.6",
-        ),
-        Form(
-            "fused(SGD, lr=0.1, frees_gradients=True)",
-            "The gradients are None when backward is over.",
-            "13.9",
-        ),
-    ),
-    _read_fused,
-    _write_fused,
-    sets_fields=True,
 )
 
 

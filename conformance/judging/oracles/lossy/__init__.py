@@ -164,7 +164,11 @@ from conformance.judging.oracles.lossy.common import (
     joined,
     unit_roundoff,
 )
-from conformance.judging.oracles.lossy.noise import require_noise, require_noise_of_all
+from conformance.judging.oracles.lossy.noise import (
+    require_noise,
+    require_noise_of_all,
+    require_noise_of_parameter,
+)
 from conformance.judging.oracles.mean import mean
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -259,6 +263,7 @@ __all__ = [
     "require_mixing",
     "require_noise",
     "require_noise_of_all",
+    "require_noise_of_parameter",
     "require_other_numbers",
     "require_period",
     "require_recovered",

@@ -6,6 +6,7 @@ import torch
 
 from conformance.judging.oracles.lossy.common import joined
 from conformance.judging.oracles.mean import mean
+from conformance.judging.oracles.vast import FEWEST
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
@@ -66,3 +67,30 @@ def require_noise_of_all(run: Run, claims: Claims, found: Found) -> None:
                 f"{sizes[index]:.3g}",
                 "a rank adds no noise to what it has not used: others see what its data use",
             )
+
+
+def require_noise_of_parameter(
+    run: Run, claims: Claims, found: Found, index: int, cause: str
+) -> None:
+    """Require the claimed noise in a large parameter, on every rank that gets a gradient.
+
+    A factor of 1.5 is allowed from 1,000 elements on, as in ``oracles/vast.py``; in 24 elements
+    chance alone exceeds a factor of two once in 10,000 draws. The elements of all steps count.
+    """
+    steps = range(claims.warmup, len(run.scenario.steps))
+    for rank in range(run.world):
+        results = [(step, run.got(rank, step, index)) for step in steps]
+        errors = [got - mean(run, rank, step, index) for step, got in results if got is not None]
+        if sum(map(len, errors)) < FEWEST:
+            continue
+        error = torch.cat(errors)
+        noise = claims.least_noise(len(run.group(rank)))
+        size = float(error.square().mean().sqrt()) * claims.noise / noise
+        ranks = "the number of ranks" if claims.noise_of_one else "the root of the ranks"
+        found.require(
+            size >= claims.noise / 1.5,
+            f"noise with a root mean square of {claims.noise:g} over {ranks}",
+            f"rank {rank}, parameter {run.parameter_name(index)}: {size:.3g}",
+            cause,
+        )
+        found.checked(len(error))
