@@ -64,7 +64,8 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
     source="torch documentation, DDP Communication Hooks: a hook handles gradients",
     remedy="an optimizer step inside the hook that is not claimed (fused); averages, decay or "
     "copies in one dtype of all that the model's state_dict() has; repairs of NaN and infinities; "
-    "p.data = ..., or that of a buffer, even of equal values",
+    "p.data = ..., or that of a buffer, even of equal values; a hook of the optimizer's step that "
+    "writes, or another option of the optimizer",
 )
 def parameters(run: Run, claims: Claims, found: Found) -> None:
     """In every run, no bit of a parameter changes between the forward and the optimizer's step,
@@ -74,6 +75,12 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
     Some buffers are not finite, as a causal mask, others large or subnormal. They are of float64,
     float32, float16, bfloat16, complex64, int64, int32, uint8 and bool, with drawn values that no
     narrower dtype holds: of 53 bits, and beyond 2**62.
+
+    The trainer's optimizer is torch's SGD, with no option but its rate, which is drawn from 0.05 to
+    0.5. In a model of up to 2**18 elements the first two of its steps, and a drawn quarter of the
+    others, leave the values of that optimizer: a hook of the step may read gradients and
+    parameters, and write neither. The kit then puts the parameters back (``ranks/models/
+    optimizer_steps.py``).
 
     Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """
@@ -93,6 +100,12 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
                 changed = [name for name in changed if stepped["step"] in frozen.get(name, ())]
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
+        for moved in rank.all("moved_otherwise"):
+            actual = (
+                f"rank {rank.rank}, step {moved['step']}: {first_of(moved['parameters'])} has "
+                "other values after the trainer's step"
+            )
+            found.require(False, "values of the trainer's SGD, by the gradients of DDP", actual)
     if not claims.fused:
         require_same_memory(run, found)
 

@@ -1,4 +1,5 @@
-"""The learning rates of a long run, as a scheduler sets them in the trainer's optimizer.
+"""The learning rates of the trainer's optimizer: of a long run, in which a scheduler sets them, and
+of other runs.
 
 A factory or a set-up may take the optimizer, and a hook may read its learning rate: to convert what
 it has held back, or to communicate less as the rate falls. Rates are drawn from the session's seed:
@@ -7,8 +8,10 @@ it has held back, or to communicate less as the rate falls. Rates are drawn from
     falls           to a half at four drawn steps, and by as much again for each further bit of the
                     fall, evenly over the run
     bits of a fall  5; 20 for local claims, under which a period may be longer than the run at last
+    short runs      0.05 to 0.5 in all steps; of fused hooks the rate that they claim
 """
 
+import random
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,9 +19,19 @@ from conformance.scenarios.feed import feed_of
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
+FIRST_RATES = (0.05, 0.5)
 MILESTONES = 4
 FALLS = 5
 FALLS_OF_LOCAL = 20
+
+
+def rate_of_short_runs(scenario: Scenario) -> float:
+    """Return the rate of a run whose rates do not change.
+
+    It is that of all other runs of the session, since rules compare some of them.
+    """
+    draws = random.Random(f"{scenario.session_seed}/learning rate")
+    return draws.uniform(*FIRST_RATES)
 
 
 @lru_cache(maxsize=16)
@@ -29,7 +42,7 @@ def learning_rates(scenario: Scenario) -> tuple[float, ...]:
         return ()
     draws = generator(scenario, "learning rates")
     steps = feed_of(scenario).steps
-    first = draws.uniform(0.05, 0.5)
+    first = draws.uniform(*FIRST_RATES)
     if scenario.fused:
         # Another one than claimed: a hook that reads the rate once keeps to neither.
         first = scenario.fused_rate * draws.uniform(1.25, 2.0)

@@ -140,7 +140,7 @@ class FailingModels:
         model.ddp(grads).backward()
         if model.case.after_backward:
             model.case.after_backward()
-        model.end_step(step)
+        model.end_step(step, self._driver.doing)
 
 
 _LEFT: list[DDPModel] = []

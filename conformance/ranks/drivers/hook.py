@@ -37,6 +37,7 @@ from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.micro_batches import micro_batches_with
 from conformance.scenarios.model import DRAINING, EACH_MODEL_FAILS
+from conformance.scenarios.steps_taken_back import is_taken_back
 from conformance.torch_versions.private import (
     empty_bucket,
     logged_hook,
@@ -348,7 +349,9 @@ class HookDriver(RankDriver):
     def _end_step(self, step: int, kind: str) -> None:
         """Do what comes after the results of a step were recorded."""
         # The parameters of a probe stay as they are, unless the hook steps them.
-        self.model.end_step(step)
+        with_zeros = not is_taken_back(self.scenario, step)
+        if moved := self.model.end_step(step, self.doing, with_zeros=with_zeros):
+            self.recorder.event("moved_otherwise", parameters=moved)
         if self.scenario.renews_storage:
             self.model.renew_storage()
         if self.twin and self.scenario.joint:
@@ -507,7 +510,7 @@ class HookDriver(RankDriver):
     def _call_when_joined(self) -> None:
         """Make the trainer's call at the end of such a step."""
         self._call_after_backward()
-        self.model.end_step(self.recorder.step)
+        self.model.end_step(self.recorder.step, self.doing)
 
     def _simulate(self) -> None:
         """Record the results of rank 0 of many, and whether all ranks get them.

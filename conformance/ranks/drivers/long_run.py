@@ -210,7 +210,7 @@ class LongRunTrainer:
             for name in self._moving.changed():
                 self._recorder.event("parameter_changed", parameter=name)
             self._moving.move(self._recorder.step)
-        self._model.end_step(self._recorder.step)
+        self._model.end_step(self._recorder.step, self._doing)
         self._observer.forget_futures()
         self._end_step()
 

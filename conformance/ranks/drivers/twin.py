@@ -93,4 +93,4 @@ class Twin:
                 if self._scenario.fused:
                     value = lay_out(parameter.detach(), "contiguous")
                     self._recorder.tensor(f"{step}/twin_parameter/{name}", value)
-        self.model.end_step(step)
+        self.model.end_step(step, self._doing)

@@ -77,7 +77,7 @@ class WarmUp:
         if case.after_backward:
             with self._doing("after_backward"):
                 case.after_backward()
-        model.end_step(step)
+        model.end_step(step, self._doing)
 
     def _gradients(self, number: int) -> list[torch.Tensor | None]:
         if number not in self._inputs:

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
+from conformance.ranks.models.optimizer_steps import step_and_put_back, step_with_zeros
 from conformance.ranks.models.probe import Probe, training_network
 from conformance.ranks.models.training_loop import TrainingLoop
 from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
 from conformance.records.files import MODEL, MODEL_MADE, STATE
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.kept_gradients import zeroes_in_place
-from conformance.scenarios.learning_rates import learning_rates
+from conformance.scenarios.learning_rates import learning_rates, rate_of_short_runs
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
 
@@ -81,10 +82,12 @@ class DDPModel:
         self.not_weights_only = ""
         self.belongs_to_ddp = False
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        # A probe keeps its parameters, or the hook steps them: this optimizer changes none.
-        is_probe = bool(self.scenario.params)
-        options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
+    def _make_optimizer(self) -> torch.optim.SGD:
+        # The parameters of a probe are put back after each step, or the hook steps them. Without
+        # momentum no step needs the ones before it.
+        options = {"lr": 0.1, "momentum": 0.9}
+        if self.scenario.params:
+            options = {"lr": rate_of_short_runs(self.scenario), "momentum": 0.0}
         if self.scenario.fused:
             options["lr"] = self.scenario.fused_rate
         if self.scenario.long_run:
@@ -262,17 +265,40 @@ class DDPModel:
         else:
             self.optimizer.step()
 
-    def end_step(self, step: int) -> None:
-        """Forget the gradients, or zero them in place, as scripts may.
+    def end_step(
+        self,
+        step: int,
+        doing: Callable[[str], AbstractContextManager[None]],
+        *,
+        with_zeros: bool = True,
+    ) -> list[str]:
+        """Have the optimizer of a probe make a step, and forget the gradients, or zero them in
+        place, as scripts may.
 
-        A training loop zeroes them in even steps, and a long run in drawn ones. The optimizer of a
-        probe then makes a step, which changes no parameter: a subject may count its steps.
+        The step leaves the parameters as they are: a subject may count steps, or register a hook
+        of a step that reads gradients. A training loop zeroes gradients in even steps, and a long
+        run in drawn ones.
+
+        Args:
+            step: the number of the step.
+            doing: attributes errors to ``optimizer``.
+            with_zeros: the optimizer has zeros in place of the gradients, which takes less time.
+
+        Returns:
+            The names of the parameters that the optimizer has not moved as SGD does.
         """
+        moved_otherwise: list[str] = []
+        if self.scenario.params and not self.scenario.fused:
+            names = {parameter: name for name, parameter in self.model.named_parameters()}
+            with doing("optimizer"):
+                if with_zeros:
+                    step_with_zeros(self.optimizer, list(names))
+                else:
+                    moved_otherwise = step_and_put_back(self.optimizer, names)
         in_loop = self.training_loop is not None and step % 2 == 0
         keeps = in_loop or zeroes_in_place(self.scenario, step)
         self.optimizer.zero_grad(set_to_none=not keeps)
-        if self.scenario.params and not self.scenario.fused:
-            self.optimizer.step()
+        return moved_otherwise
 
     def save(self, folder: Path) -> None:
         """Save the subject's state and the model, as a training script does."""
