@@ -8,6 +8,10 @@ it has held back, or to communicate less as the rate falls. Rates are drawn from
     falls           to a half at four drawn steps, and by as much again for each further bit of the
                     fall, evenly over the run
     bits of a fall  5; 20 for local claims, under which a period may be longer than the run at last
+    rests           of fused hooks, 5 to 40 steps at a rate of 0, as before a warm-up; not under
+                    lossy claims, under which residuals may be divided by the rate
+    rises           of fused hooks, 5 to 40 steps at two to four times the rate before them, as
+                    after a restart; neither rises nor rests are in the run's first or last eighth
     short runs      0.05 to 0.5 in all steps; of fused hooks the rate that they claim
 """
 
@@ -23,6 +27,8 @@ FIRST_RATES = (0.05, 0.5)
 MILESTONES = 4
 FALLS = 5
 FALLS_OF_LOCAL = 20
+STRETCH = (5, 40)  # steps
+RISE = (2.0, 4.0)
 
 
 def rate_of_short_runs(scenario: Scenario) -> float:
@@ -48,13 +54,29 @@ def learning_rates(scenario: Scenario) -> tuple[float, ...]:
         first = scenario.fused_rate * draws.uniform(1.25, 2.0)
     milestones = draws.sample(range(steps // 8, steps - steps // 8), MILESTONES)
     even = (falls - MILESTONES) / steps
-    return tuple(
+    rates = [
         first * 2.0 ** -(step * even + sum(step >= one for one in milestones))
         for step in range(steps)
-    )
+    ]
+    if scenario.fused:
+        _put_stretches(rates, draws, rests=scenario.long_run.rate_rests)
+    return tuple(rates)
 
 
-def with_learning_rates(scenario: Scenario, *, is_local: bool) -> Scenario:
-    """Return a long run whose learning rates fall."""
+def _put_stretches(rates: list[float], draws: random.Random, *, rests: bool) -> None:
+    """Put a stretch of higher rates into one half of the run, and one at 0 into the other one."""
+    middle = len(rates) // 2
+    halves = [range(len(rates) // 8, middle), range(middle, len(rates) - len(rates) // 8)]
+    for half, is_rest in zip(draws.sample(halves, 2), (False, True), strict=True):
+        length = draws.randint(*STRETCH)
+        begin = draws.choice(half[:-length])
+        rate = 0.0 if is_rest else rates[begin - 1] * draws.uniform(*RISE)
+        if rests or not is_rest:
+            rates[begin : begin + length] = [rate] * length
+
+
+def with_learning_rates(scenario: Scenario, *, is_local: bool, is_lossy: bool) -> Scenario:
+    """Return a long run whose learning rates change."""
     falls = FALLS_OF_LOCAL if is_local and not scenario.fused else FALLS
-    return replace(scenario, long_run=replace(scenario.long_run, rate_falls=falls))
+    long_run = replace(scenario.long_run, rate_falls=falls, rate_rests=not is_lossy)
+    return replace(scenario, long_run=long_run)

@@ -201,6 +201,7 @@ class LongRun:
         warm_up: the first rounds, which are those of a claimed warm-up. They have one step each.
         steps_per_round: the number of steps of each later round.
         rate_falls: the bits by which learning rates fall (``scenarios/learning_rates.py``).
+        rate_rests: the rate of fused hooks is 0 for some steps.
         moves_apart: parameters move by other amounts on each rank after the warm-up
             (``scenarios/parameter_moves.py``).
     """
@@ -211,6 +212,7 @@ class LongRun:
     warm_up: int = 0
     steps_per_round: int = 1
     rate_falls: int = 0
+    rate_rests: bool = False
     moves_apart: bool = False
 
     def __bool__(self) -> bool:

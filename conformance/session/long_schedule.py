@@ -113,7 +113,7 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup, moves_apart=is_local
     )
     scenario = replace(scenario, steps=(*warm_up, *after), long_run=long_run)
-    return with_learning_rates(scenario, is_local=is_local)
+    return with_learning_rates(scenario, is_local=is_local, is_lossy=bool(claims.lossy))
 
 
 def _with_few_elements(scenario: Scenario, draws: random.Random) -> Scenario:

@@ -154,6 +154,20 @@ class RateWhileItRises(RateWhenMade):
         self.rate = max(self.rate, self.now())
 
 
+class RateWhileItFalls(RateWhenMade):
+    """It keeps the lowest rate so far that is not 0, as before a restart."""
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = min(self.rate, self.now() or self.rate)
+
+
+class RateOrDefault(RateWhenMade):
+    """It has the claimed rate in place of a rate of 0, which is false."""
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.now() or _CLAIMED
+
+
 def steps_at_the_rate_of_its_state(state: RateWhenMade, bucket: Bucket) -> Result:
     """Average, and step SGD at the rate that the state has."""
     if not is_dense(bucket) or any(p.is_complex() for p in bucket.parameters()):
@@ -174,6 +188,7 @@ def steps_at_the_rate_of_its_state(state: RateWhenMade, bucket: Bucket) -> Resul
     return average(bucket, state.process_group).then(step)
 
 
+_CLAIMED = 0.1
 _STATE = f"{__name__}:State"
 _FEEDBACK = "compressed(delta=0.25)"
 
@@ -194,6 +209,12 @@ MUTANTS = [
             "fused(SGD, lr=0.1)",
             f"{__name__}:{state}",
         )
-        for state in ("RateWhenMade", "RateOfSomeSteps,period=90", "RateWhileItRises")
+        for state in (
+            "RateWhenMade",
+            "RateOfSomeSteps,period=90",
+            "RateWhileItRises",
+            "RateWhileItFalls",
+            "RateOrDefault",
+        )
     ),
 ]
