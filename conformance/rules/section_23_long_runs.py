@@ -68,9 +68,8 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
     forward and the backward of a step (``scenarios/evaluations.py``). Up to half of the steps have
     two to six forwards with gradients, whose losses are given up or added, or reentrant checkpoints
-    (``scenarios/forwards.py``); the last ones all have four forwards, or all six. Gradients are
-    zeroed in place for 20 to 120 steps, then freed for as many, and so on (``scenarios/
-    kept_gradients.py``).
+    (``scenarios/forwards.py``); the last ones all have six forwards. Gradients are zeroed in place
+    for 20 to 120 steps, then freed for as many, and so on (``scenarios/kept_gradients.py``).
     """
     record = LongRecord(run, claims)
     if not record.complete(found):

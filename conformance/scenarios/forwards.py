@@ -9,8 +9,9 @@ steps have the same number of forwards; they are drawn from the session's seed:
                      120 steps, or half of the quarter if that is less: two of them of two to four
                      forwards, and one, a drawn one, of one forward with two to four checkpoints
     last stretch     from a step in the first half of the last quarter to the end, so that what a
-                     hook never sends is missing at last; of four or six forwards, each with two
-                     checkpoints if the others are given up
+                     hook never sends is missing at last; of six forwards, each with two checkpoints
+                     if the others are given up: a hook that takes two, three, four or six turns
+                     leaves out some turns then
     further forwards given up before the step's own forward, or added to its loss; what is added
                      has gradients of negative zeros, so that sums are exact
     checkpoints      torch.utils.checkpoint with use_reentrant=True, whose backward is a graph task
@@ -26,6 +27,7 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
 STRETCH = (80, 120)
+FORWARDS_AT_LAST = 6
 
 
 @dataclass(frozen=True)
@@ -62,5 +64,5 @@ def forwards_of(scenario: Scenario) -> Mapping[int, Forwards]:
     first = begin + 3 * quarter + draws.randint(0, quarter // 2)
     is_given_up = draws.random() < 0.5
     # DDP takes no parameter that two checkpoints of a backward use.
-    last = Forwards(draws.choice((3, 5)), is_given_up, checkpoints=2 * is_given_up)
+    last = Forwards(FORWARDS_AT_LAST - 1, is_given_up, checkpoints=2 * is_given_up)
     return made | dict.fromkeys(range(first, steps), last)

@@ -49,6 +49,19 @@ def sends_halves_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]
     return Forwards(model, process_group), hook
 
 
+def sends_thirds_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]:
+    """Send every third element, and the others after the next forwards."""
+
+    def hook(state: Forwards, bucket: Bucket) -> Result:
+        if not is_dense(bucket):
+            return average(bucket, state.group)
+        turn = state.number % 3
+        places = [torch.arange(piece.numel()) % 3 == turn for piece in pieces_of(bucket)]
+        return _send(bucket, state.group, places)
+
+    return Forwards(model, process_group), hook
+
+
 def sends_parameters_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]:
     """Send every second parameter of a bucket, and the others after the next forward."""
 
@@ -122,6 +135,10 @@ MUTANTS = [
     ),
     *(
         Mutant(name, ("23.1",), "compressed(delta=0.25)", setup=True)
-        for name in ("sends_halves_in_turn", "sends_parameters_in_turn")
+        for name in (
+            "sends_halves_in_turn",
+            "sends_thirds_in_turn",
+            "sends_parameters_in_turn",
+        )
     ),
 ]
