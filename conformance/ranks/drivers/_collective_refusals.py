@@ -18,6 +18,7 @@ class Refusals:
         driver: of the rank.
         make_collective: returns a new object of the subject.
         call: returns the call of a step and a parameter.
+        key_of: returns the key of the object that makes the call of a step and a parameter.
     """
 
     def __init__(
@@ -25,10 +26,12 @@ class Refusals:
         driver: RankDriver,
         make_collective: Callable[[], Callable[..., Any]],
         call: Callable[[int, int], CollectiveCall],
+        key_of: Callable[[int, int], tuple[int, int]],
     ) -> None:
         self._driver = driver
         self._make_collective = make_collective
         self._call = call
+        self._key_of = key_of
         self._may_be_async: dict[int, bool] = {}
         self._takes_calls_of: dict[int, bool] = {}
         self._takes_calls_together: bool | None = None
@@ -113,7 +116,10 @@ class Refusals:
         return other
 
     def _error_of(self, calls: list[CollectiveCall], may_refuse_in_wait: bool = False) -> str:
-        """Return the error with which a new object refuses one of the calls; '' if it takes them.
+        """Return the error with which new objects refuse one of the calls; '' if they take them.
+
+        Calls share an object if the scenario's own calls do: one with error feedback may refuse
+        tensors of another shape, and of a scatter the source alone knows that.
 
         All calls are begun before the first wait. If rank 0 goes first, its answer is that of all
         ranks. Peers leave the calls out if rank 0 has refused the first one: they would wait for
@@ -124,7 +130,8 @@ class Refusals:
             may_refuse_in_wait: an error of a wait() is a refusal, too. Otherwise it ends the run.
         """
         driver = self._driver
-        function = self._make_collective()
+        keys = dict.fromkeys(self._key_of(call.step, call.index) for call in calls)
+        functions = {key: self._make_collective() for key in keys}
         is_first = driver.scenario.order == "rank0_first"
         key = f"tried/{self._tried}"
         self._tried += 1
@@ -134,7 +141,7 @@ class Refusals:
             try:
                 is_left_out = is_first and driver.rank and driver.signals.check([f"{key}/left out"])
                 for call in [] if is_left_out else calls:
-                    call.function = function
+                    call.function = functions[self._key_of(call.step, call.index)]
                     call.begin()
                     begun.append(call)
             except Exception as raised:

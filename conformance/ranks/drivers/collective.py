@@ -36,7 +36,7 @@ class CollectiveDriver(RankDriver):
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._tensors_of_calls: TensorsOfCalls = {}
         self._refuses_async = False
-        self._refusals = Refusals(self, self._make_collective, self._call)
+        self._refusals = Refusals(self, self._make_collective, self._call, self._key_of)
         # By whether calls have async_op=True.
         self._refuses_outside: dict[bool, bool] = {}
         self._has_waited = False
