@@ -229,8 +229,11 @@ class _Wire:
         into: Sequence[torch.Tensor],
         async_op: bool,
     ) -> Arriving | None:
+        # As in torch, the caller's list may hold other tensors before wait().
+        pairs = list(zip(received, into, strict=True))
+
         def decode() -> None:
-            for code, tensor in zip(received, into, strict=True):
+            for code, tensor in pairs:
                 tensor.copy_(dequantize(code, self.qtype, tensor).div_(self.loss))
 
         return _begun(work, decode, async_op)

@@ -159,7 +159,8 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
 
     About half of the calls have async_op=True. One to three such calls are under way at a time, and
     each rank waits for them in an order of its own. If an error refuses async_op=True for these
-    sizes, the certificate names the error, and the calls have no async_op.
+    sizes, the certificate names the error, and the calls have no async_op. Lists, also those of
+    split sizes, are used again as in 18.10.
     """
     collective = run.scenario.options[0]
     if collective not in OF_UNEVEN_SIZES:
@@ -196,9 +197,9 @@ def in_flight(run: Run, claims: Claims, found: Found) -> None:
     them in an order of its own, and twice. Or an error refuses async_op=True.
 
     There are 24 to 40 of them on one group. Without the claim feedback two objects make them in
-    turn. Two to four may also be on two groups: rows and columns
-    of a mesh of 2 x 2 ranks, or one of these and WORLD. The ranks of rows, the groups and the
-    orders of waits are drawn.
+    turn. Two to four may also be on two groups: rows and columns of a mesh of 2 x 2 ranks, or one
+    of these and WORLD. The ranks of rows, the groups and the orders of waits are drawn. Lists are
+    used again as in 18.10.
     """
     for call in calls(run):
         if call.refused:

@@ -259,7 +259,7 @@ def done(run: Run, claims: Claims, found: Found) -> None:
     "torch.distributed.Work.is_completed, get_future, result, exception, is_success and "
     "synchronize",
     remedy="dequantize in wait(), after the wait of the collective; separate buffers for each "
-    "call; refuse async_op=True if it is not supported; is_completed(), get_future() and result() "
+    "call; list(tensor_list) in the call, not in wait(); is_completed(), get_future() and result() "
     "of the collective's own Work, which know nothing of the outputs; a collective that begins in "
     "wait(), and so in another order on each rank: begin it in the call",
 )
@@ -267,12 +267,12 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
     """With async_op=True the call returns an object whose wait() ends after all messages have
     arrived, or an error refuses the argument.
 
-    Four calls are under way at once, one of an empty tensor and one of a single element, and each
-    rank waits for them in an order of its own, which is drawn. If the object has is_completed() or
-    get_future(), outputs are there when the first is true or the future is complete, also in its
-    callbacks. The future completes without wait(), and holds the outputs, or no tensors. After
-    wait() the object's result(), if it has one, gives the outputs or no tensors, is_success() is
-    true, exception() gives none, and synchronize() leaves the outputs as they are.
+    Four calls are under way at once, one of no element and one of a single one. Each rank waits for
+    them in a drawn order of its own. Lists given to three of them are cleared, refilled or reversed
+    before that. If the object has is_completed() or get_future(), outputs are there when the first
+    is true or the future is complete, also in its callbacks. The future completes without wait(),
+    and holds the outputs, or no tensors. After wait() result(), if there is one, gives the outputs
+    or no tensors, is_success() is true, exception() gives none, synchronize() changes nothing.
     """
     for call in calls(run):
         if call.refused:

@@ -78,6 +78,12 @@ Pair = tuple[int, int]
 # A call as on a rank outside of the group comes while another one is under way.
 MEANWHILE = "meanwhile"
 
+# The uses of a list after a call with async_op=True that it was an argument of, before the wait.
+CLEARED = "cleared"
+REFILLED = "refilled"
+REVERSED = "reversed"
+_USES_OF_LISTS = (CLEARED, REFILLED, REVERSED, "")
+
 # The group of a call.
 OWN = "own"
 TWIN = "twin"
@@ -149,6 +155,16 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
     if scenario.variant == UNEVEN_PARTS and scenario.options[0] in OF_UNEVEN_SIZES:
         return uneven.is_asynchronous(scenario, step, index)
     return scenario.variant in (HANDLES, "waited", "in_flight")
+
+
+def use_of_lists(scenario: Scenario, step: int, index: int) -> str:
+    """Return the use of a call's lists before the wait for it: ``cleared``, ``refilled``,
+    ``reversed``, or none, ''. Of four parameters in a row each has another one, which is drawn.
+    """
+    if scenario.variant not in (HANDLES, "in_flight", ON_GROUPS, MIXED, UNEVEN_PARTS):
+        return ""
+    draw = random.Random(f"{scenario.session_seed}/lists/{step}/{index // 4}")
+    return draw.sample(_USES_OF_LISTS, 4)[index % 4]
 
 
 def runs(scenario: Scenario, step: int) -> list[list[int]]:

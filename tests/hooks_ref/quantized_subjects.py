@@ -142,6 +142,41 @@ def averages_near_the_range(process_group: Any, rank: int, world_size: int) -> C
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
+def lists_used_again(process_group: Any, rank: int, world_size: int, *, of: str) -> Case:
+    """A caller's list may hold other tensors, or other sizes, before the wait for its call."""
+    collective = hooks_ref.auto_quantize(getattr(dist, of), hooks_ref.DQuantType.FP16)
+
+    def check() -> None:
+        outputs: list[Any] = []
+        works = []
+        layers = [[torch.full((2,), -1.0) for _ in range(world_size)] for _ in range(3)]
+        for layer, rooms in enumerate(layers):
+            outputs[:] = rooms
+            mine = torch.full((2,), 10.0 * layer + rank)
+            sizes = [2] * world_size
+            if of == "all_gather":
+                work = collective(outputs, mine, group=process_group, async_op=True)
+            elif of == "all_to_all":
+                work = collective(outputs, [mine] * world_size, process_group, async_op=True)
+            else:
+                whole = torch.full((2 * world_size,), -1.0)
+                layers[layer] = list(whole.split(2))
+                work = collective(
+                    whole, mine.repeat(world_size), sizes, sizes, process_group, async_op=True
+                )
+            sizes.clear()
+            works.append(work)
+        outputs.clear()
+        for work in works:
+            work.wait()
+        for layer, rooms in enumerate(layers):
+            assert [room.tolist() for room in rooms] == [
+                [10.0 * layer + r] * 2 for r in range(world_size)
+            ]
+
+    return Case(None, hooks_ref.noop_hook, after_backward=check)
+
+
 def fed_back_by_group(process_group: Any, rank: int, world_size: int) -> Case:
     """What a call on one group has lost is made up for on that group."""
     collective = hooks_ref.auto_quantize(

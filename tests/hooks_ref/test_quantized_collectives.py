@@ -74,6 +74,11 @@ def test_errors_are_fed_back(pool: Pool, kind: str) -> None:
     run(pool, "fed_back", 2, qtype=kind)
 
 
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_to_all_single"])
+def test_lists_may_be_used_again_before_the_wait(pool: Pool, name: str) -> None:
+    run(pool, "lists_used_again", 2, of=name)
+
+
 def test_errors_belong_to_a_group(pool: Pool) -> None:
     run(pool, "fed_back_by_group", 2)
 

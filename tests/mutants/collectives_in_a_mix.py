@@ -85,8 +85,10 @@ class LayoutOfTheLastCall:
         codes = [torch.empty_like(code) for _ in tensor_list]
         work = dist.all_gather(codes, code, group, async_op=True)
 
+        pairs = list(zip(tensor_list, codes, strict=True))
+
         def finish() -> None:
-            for output, one in zip(tensor_list, codes, strict=True):
+            for output, one in pairs:
                 output.copy_((one.t() if self.is_transposed else one).reshape(output.shape))
 
         pending = Pending(work, finish)

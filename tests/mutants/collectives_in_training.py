@@ -277,8 +277,10 @@ def _feeding(func: Made, encode: Encode, blocks: Blocks) -> Made:
         codes = [torch.zeros_like(blocks.encode(torch.zeros_like(out))) for out in tensor_list]
         work = dist.all_gather(codes, encode(tensor), group, async_op=True)
 
+        pairs = list(zip(tensor_list, codes, strict=True))
+
         def finish() -> None:
-            for output, code in zip(tensor_list, codes, strict=True):
+            for output, code in pairs:
                 blocks.decode(output, code)
 
         pending = Pending(work, finish)
@@ -444,9 +446,11 @@ def even_lists(func: Made, qtype: str) -> Made:
             room, torch.cat(codes), sizes, [len(code) for code in codes], group, async_op=True
         )
 
+        into = list(outputs)
+
         def finish() -> None:
-            even = len(room) // len(outputs)
-            for place, output in enumerate(outputs):
+            even = len(room) // len(into)
+            for place, output in enumerate(into):
                 part = room[place * even :][: output.numel()]
                 flat = torch.zeros(output.numel(), dtype=output.dtype)
                 flat[: len(part)] = part
@@ -492,8 +496,10 @@ def _gathers_into_rooms(count: int) -> Made:
         rooms = kept[place, shapes]
         work = dist.all_gather(rooms, code, group, async_op=True)
 
+        pairs = list(zip(tensor_list, rooms, strict=True))
+
         def finish() -> None:
-            for output, room in zip(tensor_list, rooms, strict=True):
+            for output, room in pairs:
                 output.copy_(room)
 
         pending = Pending(work, finish)
@@ -521,9 +527,10 @@ def second_wait_empties(func: Made, qtype: str) -> Made:
         if pending is None:
             return None
         returned = _Again(pending.work, pending.finish)
+        outputs = list(tensor_list)
 
         def again() -> None:
-            for output in tensor_list:
+            for output in outputs:
                 output.zero_()
 
         returned.again = again  # type: ignore[method-assign]
@@ -558,12 +565,13 @@ def divides_in_wait(func: Made, qtype: str, quant_loss: float) -> Made:
     ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         written: list[bool] = []
+        outputs = list(tensor_list)
 
         def finish() -> None:
             if not written:
                 pending.finish()
             written.append(True)
-            for output in tensor_list:
+            for output in outputs:
                 output.div_(quant_loss)
 
         returned = Pending(pending.work, finish)

@@ -103,8 +103,10 @@ def exchanged(
     of_inputs = [tensor.numel() for tensor in inputs]
     work = dist.all_to_all_single(received, sent, sizes, of_inputs, group, async_op=True)
 
+    pairs = list(zip(outputs, received.split(sizes), strict=True))
+
     def finish() -> None:
-        for output, code in zip(outputs, received.split(sizes), strict=True):
+        for output, code in pairs:
             output.copy_(code.view(output.shape))
 
     pending = Pending(work, finish)

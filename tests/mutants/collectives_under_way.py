@@ -202,8 +202,10 @@ def second_half_in_wait(func: Made, qtype: str) -> Made:
         middle = len(tensor) // 2
         first = right(func)([out[:middle] for out in tensor_list], tensor[:middle], group, True)
 
+        rest = [out[middle:] for out in tensor_list]
+
         def finish() -> None:
-            right(func)([out[middle:] for out in tensor_list], tensor[middle:], group)
+            right(func)(rest, tensor[middle:], group)
 
         return _Once(first.wait, finish)
 
@@ -288,10 +290,11 @@ def place_of_the_last_call(func: Made, qtype: str) -> Made:
         place[0] = dist.get_rank(group)
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         write = pending.finish
+        outputs = list(tensor_list)
 
         def finish() -> None:
             write()
-            tensor_list[place[0] % len(tensor_list)].copy_(tensor)
+            outputs[place[0] % len(outputs)].copy_(tensor)
 
         pending.finish = finish
         return pending if async_op else pending.wait()

@@ -59,8 +59,10 @@ def right(
     def ended(
         work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool
     ) -> Pending | None:
+        pairs = list(zip(outputs, codes, strict=True))
+
         def finish() -> None:
-            for output, code in zip(outputs, codes, strict=True):
+            for output, code in pairs:
                 arrive(output, code)
 
         pending = Pending(work, finish)
@@ -375,9 +377,10 @@ def own_part_as_it_was(func: Made, qtype: str) -> Made:
     ) -> Any:
         def finish() -> None:
             pending.wait()
-            tensor_list[dist.get_rank(group)].copy_(own)
+            own_output.copy_(own)
 
         own = tensor.clone()
+        own_output = tensor_list[dist.get_rank(group)]
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         return Pending(pending.work, finish) if async_op else finish()
 

@@ -28,8 +28,10 @@ def _padded(length: Length) -> Made:
         codes = [torch.empty_like(code) for _ in sizes]
         work = dist.all_gather(codes, code, group, async_op=True)
 
+        of_ranks = list(zip(tensor_list, codes, sizes, strict=True))
+
         def finish() -> None:
-            for output, received, size in zip(tensor_list, codes, sizes, strict=True):
+            for output, received, size in of_ranks:
                 whole = torch.zeros(size)
                 part = received[:size]
                 whole[: len(part)] = part

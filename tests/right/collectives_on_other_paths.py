@@ -44,8 +44,10 @@ class ByModulus:
         codes = [torch.empty_like(code) for _ in tensor_list]
         work = dist.all_gather(codes, code, group, async_op=True)
 
+        of_ranks = list(zip(tensor_list, counts, codes, strict=True))
+
         def finish() -> None:
-            for output, count, one in zip(tensor_list, counts, codes, strict=True):
+            for output, count, one in of_ranks:
                 scale = one[:4].clone().view(torch.float32)
                 values = one[4 : 4 + count].view(torch.int8).float() * scale
                 if output.is_complex():

@@ -112,8 +112,9 @@ class ByteExchange:
             arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True
         )
 
+        rows = list(output_split_sizes or [len(arrived) // size] * size)
+
         def finish() -> None:
-            rows = output_split_sizes or [len(arrived) // size] * size
             parts = [
                 part.float() * span[1] + span[0]
                 for part, span in zip(arrived.split(rows), ranges, strict=True)
@@ -170,10 +171,12 @@ def gather_by_broadcasts(
         for code, rank in zip(codes, ranks, strict=True)
     ]
 
+    pairs = list(zip(tensor_list, codes, strict=True))
+
     def finish() -> None:
         for work in works[:-1]:
             work.wait()
-        for output, code in zip(tensor_list, codes, strict=True):
+        for output, code in pairs:
             output.copy_(code)
 
     arriving = Arriving(works[-1], finish)
@@ -239,8 +242,10 @@ class Shifted:
         ]
         work = dist.all_to_all(rooms, codes, group=group, async_op=True)
 
+        pairs = list(zip(output_tensor_list, rooms, strict=True))
+
         def finish() -> None:
-            for output, room in zip(output_tensor_list, rooms, strict=True):
+            for output, room in pairs:
                 output.copy_(self._decoded(room, output))
 
         arriving = Arriving(work, finish)

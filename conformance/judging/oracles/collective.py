@@ -65,7 +65,12 @@ from conformance.judging.oracles.collective_bounds import (
     largest_around,
     neighbours,
 )
-from conformance.judging.oracles.collective_causes import ignored, lost_value, mistaken
+from conformance.judging.oracles.collective_causes import (
+    ignored,
+    lost_value,
+    mistaken,
+    nothing_written,
+)
 from conformance.judging.oracles.collective_sums import allowed_sum, cause_of_wrong_sum
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -434,7 +439,7 @@ def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
     allowed = arrival.allowed
     assert got is not None
     if got.isnan().all():
-        return "nothing is written"
+        return nothing_written(arrival.call.event)
     if run.scenario.name == SPECIAL.name:
         return lost_value(allowed.exact[at].item(), got[at].item())
     if not got.any():

@@ -1,6 +1,8 @@
 """Known mistakes of quantized collectives, for the likely cause of a failure."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -24,6 +26,14 @@ def ignored(scenario: Scenario, form: str) -> str:
         return "sizes are ignored, or those of another call or of other parts are taken"
     of_group = "the group is ignored, or ranks in the group are taken for global ranks"
     return _IGNORED.get(form, of_group if scenario.groups else "")
+
+
+def nothing_written(event: Mapping[str, Any]) -> str:
+    """Return the likely cause of an output that is not written in a recorded call."""
+    use = event.get("use_of_lists")
+    if not use:
+        return "nothing is written"
+    return f"nothing is written: the caller's list is read in wait(), after it is {use}"
 
 
 def lost_value(sent: float, got: float) -> str:

@@ -50,6 +50,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import SUMMING, operation_of
+from conformance.scenarios.collective_messages import CLEARED
 from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import Claims
 
@@ -136,11 +137,13 @@ def require_no_error_in_wait(found: Found, call: Call) -> None:
 
     A refusal of async_op=True comes from the call itself: it is too late in wait().
     """
+    use = call.event.get("use_of_lists")
     found.require(
         not call.event["raised_in_wait"],
         "a wait() that returns, or an error of the call itself",
         f"{call}: wait() raised {call.refused}",
-        "a wait() that raises",
+        "a wait() that raises"
+        + (f", after the caller's list is {CLEARED}" if use == CLEARED else ""),
     )
 
 

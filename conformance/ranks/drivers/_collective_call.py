@@ -57,6 +57,8 @@ class CollectiveCall:
         waits_in_thread: whether the wait() is in another thread, as in hooks of a backward.
         has_grad_mode: whether grad mode is on in the call and in its wait(); None for the mode that
             the rank is in.
+        use_of_lists: what happens to the lists that were handed in, if the call is asynchronous,
+            before the wait(); '' for nothing. An entry that the call replaces is not seen then.
         handle: the object that the call has returned, if it is asked about the call.
     """
 
@@ -137,6 +139,7 @@ class CollectiveCall:
         self.is_waited_for = False
         self.waits_in_thread = False
         self.has_grad_mode: bool | None = None
+        self.use_of_lists = messages.use_of_lists(scenario, step, index)
 
     def _take_tensors_again(self, of_calls: TensorsOfCalls) -> None:
         """Use the tensors of an earlier call of the same shapes, with this call's values in them.
@@ -182,10 +185,23 @@ class CollectiveCall:
         return tensors[self.place]
 
     def begin(self) -> None:
-        """Call the collective, as users do."""
-        options = {"async_op": True} if self.is_asynchronous else {}
+        """Call the collective, as users do.
+
+        They may use their lists again before the wait(), since torch copies them in the call.
+        """
+        positional = self.positional
+        named = self.named
+        lists: list[list[Any]] = []
+        options = {}
+        if self.is_asynchronous:
+            options["async_op"] = True
+            if self.use_of_lists:
+                positional = [_copied(one, lists) for one in positional]
+                named = {name: _copied(one, lists) for name, one in named.items()}
         with self._grad_mode():
-            self.returned = self.function(*self.positional, **self.named, **options)
+            self.returned = self.function(*positional, **named, **options)
+        for one in lists:
+            _use_again(one, self.use_of_lists)
 
     def _grad_mode(self) -> AbstractContextManager[object]:
         if self.has_grad_mode is None:
@@ -196,6 +212,7 @@ class CollectiveCall:
         """Put the value of a rank outside of the group in place of the group."""
         outside = dist.GroupMember.NON_GROUP_MEMBER
         group = self.group
+        self.use_of_lists = ""
         self.positional = [outside if one is group else one for one in self.positional]
         self.named = {name: outside if one is group else one for name, one in self.named.items()}
         self._bits_of_outputs = [digest(tensor) for tensor in self.outputs]
@@ -266,6 +283,8 @@ class CollectiveCall:
             "sent": self.driver.collectives.take_sent(),
             **self._changed_around(),
         }
+        if self.is_asynchronous and self.use_of_lists and self._has_lists():
+            fields["use_of_lists"] = self.use_of_lists
         if self.buffers:
             # As the owner of the buffer sees them, whatever the views hold by now.
             self.outputs = self._in_buffer(self.buffers)
@@ -279,6 +298,9 @@ class CollectiveCall:
             # Last, since an answer may change the outputs.
             fields |= self._said(self.handle)
         self.driver.recorder.event("called", **fields)
+
+    def _has_lists(self) -> bool:
+        return any(isinstance(one, list) for one in (*self.positional, *self.named.values()))
 
     def _changed_around(self) -> dict[str, Any]:
         """Return how many elements of the buffer have changed beside the outputs."""
@@ -342,6 +364,26 @@ class CollectiveCall:
             return {"tensor": output}
         # Only the source of a scatter has inputs.
         return {"tensor": output, "scatter_list": self.inputs or None}
+
+
+def _copied(argument: Any, lists: list[list[Any]]) -> Any:
+    """Return an argument, or the copy of a list, which is added to ``lists``."""
+    if not isinstance(argument, list):
+        return argument
+    lists.append([*argument])
+    return lists[-1]
+
+
+def _use_again(entries: list[Any], use: str) -> None:
+    """Use a list of tensors or of numbers as users do, before they wait for the call."""
+    if use == messages.CLEARED:
+        entries.clear()
+    elif use == messages.REVERSED:
+        entries.reverse()
+    else:
+        entries[:] = [
+            torch.zeros_like(one) if isinstance(one, torch.Tensor) else 0 for one in entries
+        ]
 
 
 def _group_of(driver: RankDriver, kind: str) -> dist.ProcessGroup:

@@ -111,6 +111,8 @@ class Refusals:
         """
         other = self._call(call.step, call.index)
         other.is_asynchronous = call.is_asynchronous
+        # An error of a list that has changed is no refusal.
+        other.use_of_lists = ""
         if is_asynchronous is not None:
             other.is_asynchronous = is_asynchronous
         return other
