@@ -159,8 +159,8 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
 
     About half of the calls have async_op=True. One to three such calls are under way at a time, and
     each rank waits for them in an order of its own. If an error refuses async_op=True for these
-    sizes, the certificate names the error, and the calls have no async_op. Lists, also those of
-    split sizes, are used again as in 18.10.
+    sizes, the certificate names the error, and the calls have no async_op. Lists and
+    split sizes are used again as in 18.10.
     """
     collective = run.scenario.options[0]
     if collective not in OF_UNEVEN_SIZES:

@@ -268,7 +268,7 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
     arrived, or an error refuses the argument.
 
     Four calls are under way at once, one of no element and one of a single one. Each rank waits for
-    them in a drawn order of its own. Lists given to three of them are cleared, refilled or reversed
+    them in a drawn order of its own. Lists given to three calls are cleared, refilled or reversed
     before that. If the object has is_completed() or get_future(), outputs are there when the first
     is true or the future is complete, also in its callbacks. The future completes without wait(),
     and holds the outputs, or no tensors. After wait() result(), if there is one, gives the outputs
