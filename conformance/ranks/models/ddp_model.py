@@ -92,7 +92,8 @@ class DDPModel:
             options["lr"] = self.scenario.fused_rate
         if self.scenario.long_run:
             options["lr"] = next(iter(learning_rates(self.scenario)), options["lr"])
-        return torch.optim.SGD(self.model.parameters(), **options)
+        # One operation for each parameter: the kit makes the same one for the values that are right.
+        return torch.optim.SGD(self.model.parameters(), **options, foreach=False)
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate, as a scheduler does between two steps."""
