@@ -92,7 +92,7 @@ class DDPModel:
             options["lr"] = self.scenario.fused_rate
         if self.scenario.long_run:
             options["lr"] = next(iter(learning_rates(self.scenario)), options["lr"])
-        # One operation for each parameter: the kit makes the same one for the values that are right.
+        # One operation for each parameter, as the kit computes the values that are right.
         return torch.optim.SGD(self.model.parameters(), **options, foreach=False)
 
     def set_learning_rate(self, rate: float) -> None:
