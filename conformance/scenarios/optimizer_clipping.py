@@ -71,14 +71,14 @@ def setting_of_clipped(scenario: Scenario) -> Setting:
     """Return a plan of groups with rates of their own, and of an averager that never averages.
 
     There are two groups, and a third one is added between two steps whose gradients are clipped to
-    a smaller norm. Rates are 0.2 to 1. Without momentum each step is judged from the parameters
-    before it.
+    a smaller norm, with two parameters at least: one has a gradient in each step. Rates are 0.2 to
+    1. Without momentum each step is judged from the parameters before it.
     """
     draw = generator(scenario, "groups")
     indices = list(range(len(scenario.params)))
     draw.shuffle(indices)
     first = draw.randint(2, len(indices) - 4)
-    second = draw.randint(first + 2, len(indices) - 1)
+    second = draw.randint(first + 2, len(indices) - 2)
     groups = tuple(
         (tuple(sorted(some)), {"lr": draw.uniform(0.2, 1.0)})
         for some in (indices[:first], indices[first:second], indices[second:])
