@@ -1,5 +1,6 @@
 """Mutants whose residuals are lost with DDP's unused parameters, or keep an old loss scale."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -353,7 +354,52 @@ def _mutant(name: str, rule: str, state: str, claims: str = CLAIMS) -> Mutant:
     return Mutant(name, (rule,), claims, state=f"{__name__}:{state}")
 
 
+class OfLastForward(Residuals):
+    """Note the parameters of the last forward alone: one that only an earlier micro-batch of the
+    step has used counts as unused, and its gradient is thrown away.
+
+    Args:
+        process_group: the group to average over.
+        model: the model under DDP.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, model: torch.nn.Module) -> None:
+        super().__init__(process_group)
+        self.used: set[torch.nn.Parameter] = set()
+        model.register_forward_pre_hook(self.begin)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self.note, parameter))
+
+    def begin(self, *_: Any) -> None:
+        """Forget the parameters of the forward before."""
+        self.used.clear()
+
+    def note(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Note a parameter that gets a gradient."""
+        self.used.add(parameter)
+
+
+def halves_of_last_forward(state: OfLastForward, bucket: Bucket) -> Result:
+    """Leave out the parameters that no rank has used in its last forward."""
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        return average(bucket, state.group)
+    used = torch.tensor([float(parameter in state.used) for parameter in bucket.parameters()])
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=state.group)
+    parts = bucket.buffer().split([p.numel() for p in bucket.parameters()])
+    for part, flag in zip(parts, used.tolist(), strict=True):
+        part.mul_(flag)
+    return halves_with_feedback(state, bucket)
+
+
 MUTANTS = [
+    Mutant(
+        "halves_of_last_forward",
+        ("4.4",),
+        "compressed(delta=0.25), keeps_unused",
+        f"{__name__}:OfLastForward",
+        because={"11.5": "for half of the seeds a step has micro-batches there, too"},
+    ),
     _mutant("loses_unused", "11.5", "NeverUnused"),
     _mutant("keeps_if_one_rank_did_not", "11.5", "UnusedBuckets"),
     _mutant("forgets_unused", "11.5", "ForgetsUnused"),

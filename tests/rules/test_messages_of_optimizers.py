@@ -191,15 +191,20 @@ Expected: zeros
 Actual: rank 0, step 1: zero_grad(set_to_none=False) left None for p1
 Expected: a dict with state and param_groups
 Actual: rank 0: state_dict() returned something else
-Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4]}]
+Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4, 5, 6,
+    7]}]
 Actual: rank 0, step 12: [{'lr': 0.5, 'momentum': 0.5, 'params': [0]}]
-Expected: the momentum of p0
+Expected: no momentum of p0, or zeros: it has had no gradient
 Actual: rank 0, step 12: state[0] has another momentum_buffer
 Likely cause: it is the momentum of p1
-Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4]}]
+Expected: the momentum of p1
+Actual: rank 0, step 12: state[1] has another momentum_buffer
+Likely cause: it is the momentum of p0
+Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4, 5, 6,
+    7]}]
 Actual: rank 0, step 12: [{'lr': 0.5, 'momentum': 0.5, 'params': [0]}]
-Expected: the momentum of p0
-Actual: rank 0, step 12: state[0] has no momentum_buffer
+Expected: the momentum of p1
+Actual: rank 0, step 12: state[1] has no momentum_buffer
 Expected: a torch.optim.Optimizer
 Actual: rank 0: it is a Wrapper
 Expected: a scheduler that steps it

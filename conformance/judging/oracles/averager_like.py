@@ -298,14 +298,14 @@ def _require_same_memory(
     """Require strides as before an evaluation and, of views of a buffer, the memory, too."""
     place = f"rank {rank}, step {event['step']}"
     after = f"after {how} of an evaluation inside applied()"
-    strides = ", ".join(f"p{index}" for index in event["strides_changed"])
+    strides = ", ".join(f"p{index}" for index in event.get("strides_changed", []))
     found.require(
         not strides,
         f"the same strides as before, {after}",
         f"{place}: others of {strides}",
         "a view of a vector in parameter.data: write the values with parameter.copy_()",
     )
-    moved = ", ".join(f"p{index}" for index in event["moved"])
+    moved = ", ".join(f"p{index}" for index in event.get("moved", []))
     found.require(
         not moved or run.scenario.variant not in (FLAT.variant, COLUMNS.variant),
         f"the parameters as views of the trainer's buffer, {after}",
