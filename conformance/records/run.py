@@ -13,9 +13,9 @@ import torch
 from conformance.records.files import OUTCOME, PEER_DIED
 from conformance.records.rank_record import RankRecord, read_rank
 from conformance.scenarios.gradients import REPEATED, gradient, sparse_rows, uses
-from conformance.scenarios.micro_batches import factor_of_step
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.specials import base_kind
+from conformance.scenarios.used_in_micro_batches import factor_of_step
 
 
 @dataclass

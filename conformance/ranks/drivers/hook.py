@@ -35,9 +35,9 @@ from conformance.ranks.models.probe import scripted_gradients, training_loss
 from conformance.ranks.placement import dispatch_key
 from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
-from conformance.scenarios.micro_batches import micro_batches_with
 from conformance.scenarios.model import DRAINING, EACH_MODEL_FAILS
 from conformance.scenarios.steps_taken_back import is_taken_back
+from conformance.scenarios.used_in_micro_batches import micro_batches_with
 from conformance.torch_versions.private import (
     empty_bucket,
     logged_hook,
