@@ -193,19 +193,24 @@ def _draw_special(scenario: Scenario, draw: random.Random) -> Scenario:
 
 
 def _draw_special_first(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the steps that overflow, before the ordinary ones and between them."""
+    """Draw the steps that overflow, before the ordinary ones and between them.
 
-    def overflows(count: int) -> list[str]:
-        places = []
-        for _ in range(count):
-            rank = draw.choice((0, 1))
-            nan = f"nan/{rank}/{draw.randrange(len(scenario.params))}/all"
-            places.append(draw.choice((f"inf/{rank}/all", nan)))
-        return places
+    The first step after the ordinary ones has NaN if the first of all has infinities, or the other
+    way round: rules on each of them have something to judge.
+    """
 
-    first = overflows(draw.randint(1, 3))
+    def overflow(kind: str) -> str:
+        rank = draw.choice((0, 1))
+        places = {"nan": f"{draw.randrange(len(scenario.params))}/all", "inf": "all"}
+        return f"{kind}/{rank}/{places[kind]}"
+
+    def overflows(kinds: list[str]) -> list[str]:
+        return [overflow(kind) for kind in kinds]
+
+    one, other = draw.sample(("nan", "inf"), 2)
+    first = overflows([one, *draw.choices((one, other), k=draw.randint(0, 2))])
     between = ["crafted"] * draw.randint(2, 5)
-    again = overflows(draw.randint(1, 2))
+    again = overflows([other, *draw.choices((one, other), k=draw.randint(0, 1))])
     return replace(scenario, steps=(*first, *between, *again, "crafted"))
 
 
