@@ -363,7 +363,9 @@ def require_optimizer(run: Run, claims: Claims, found: Found) -> bool:
                 if wrong.any():
                     at = int(wrong.nonzero()[0])
                     place = words_of(run, rank, step, place_of(run, fold, part, at))
-                    right = " or ".join(f"{float(one.parameter[at]):.9g}" for one in tables)
+                    right = " or ".join(
+                        f"{float(one.parameter.detach()[at]):.9g}" for one in tables
+                    )
                     found.require(
                         False,
                         f"as {claims.fused} leaves it",
