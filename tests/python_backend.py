@@ -100,7 +100,7 @@ def through_the_store(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
     call = next(_calls)
     buffer = bucket.buffer()
     place = f"{group.group_name}/{call}"
-    store.set(f"{place}/{group.rank()}", buffer.numpy().tobytes())
+    store.set(f"{place}/{group.rank()}", buffer.view(torch.uint8).numpy().tobytes())
     total = torch.zeros_like(buffer)
     for rank in range(group.size()):
         received = bytearray(store.get(f"{place}/{rank}"))

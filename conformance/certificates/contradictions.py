@@ -209,7 +209,7 @@ def _at_scale(certificate: CertificateFile) -> Iterator[str]:
 def _world_sizes(certificate: CertificateFile) -> Iterator[str]:
     """Compare the world sizes of the profile with those of the runs.
 
-    The scenarios of section 24 bring their own ranks.
+    The scenarios of section 24, and those of sparse and complex gradients, have ranks of their own.
     """
     if others := sorted(certificate.judged_worlds - set(certificate.worlds)):
         sizes = ", ".join(map(str, others))

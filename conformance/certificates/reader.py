@@ -19,10 +19,12 @@ from conformance.certificates.schema import misfit
 from conformance.certificates.versions import SCHEMA, upgraded, version_of
 from conformance.errors import CertificateError, UsageError
 from conformance.scenarios.clusters import CLUSTERS
+from conformance.scenarios.hook import COMPLEX
+from conformance.scenarios.sparse import SPARSE
 
 _RUN = re.compile(r"(\w+)@(\d{1,9})")
-# Scenarios that bring their own number of ranks.
-_OF_CLUSTERS = {scenario.name for scenario in CLUSTERS}
+# Scenarios that bring their own number of ranks, or have groups of three ranks and of two.
+_OF_OTHER_SIZES = {scenario.name for scenario in (*CLUSTERS, COMPLEX, SPARSE)}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class CertificateFile:
             for rule in self.rules.values()
             for run in rule["runs"]
             for scenario, world in _RUN.findall(run)
-            if scenario not in _OF_CLUSTERS and not scenario.startswith("probe_")
+            if scenario not in _OF_OTHER_SIZES and not scenario.startswith("probe_")
         }
 
     @property
