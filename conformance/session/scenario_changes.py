@@ -101,7 +101,8 @@ def make_poststep_call(scenario: Scenario, claims: Claims) -> Scenario:
 
 def has_uneven_groups(scenario: Scenario, claims: Claims) -> bool:
     """Whether a scenario of sparse or complex gradients is drawn anew."""
-    return scenario.name in _ON_UNEVEN_GROUPS and not (claims.lossy or claims.fused)
+    takes_pairs = claims.min_world_size <= 2
+    return scenario.name in _ON_UNEVEN_GROUPS and takes_pairs and not (claims.lossy or claims.fused)
 
 
 def draw_groups_and_rows(scenario: Scenario, claims: Claims) -> Scenario:
