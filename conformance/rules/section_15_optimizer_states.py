@@ -3,13 +3,14 @@
 import torch
 
 from conformance.judging.oracles.loaded_states import require_refused_by_all
-from conformance.judging.oracles.optimizer import require_right, right_steps
+from conformance.judging.oracles.optimizer import require_right
 from conformance.judging.oracles.optimizer_calls import (
     require_own_entries,
     require_right_with_rates,
 )
 from conformance.judging.oracles.optimizer_gradients import construction
 from conformance.judging.oracles.optimizer_repeats import require_repeated
+from conformance.judging.oracles.optimizer_steps import right_steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run

@@ -8,12 +8,7 @@ from conformance.judging.common_rules import (
     refuses_fewer_ranks,
     right_however_strings_hash,
 )
-from conformance.judging.oracles.optimizer import (
-    is_due,
-    require_right,
-    result,
-    steps,
-)
+from conformance.judging.oracles.optimizer import require_right
 from conformance.judging.oracles.optimizer_calls import (
     require_one_averager_call,
     require_own_entries,
@@ -24,6 +19,7 @@ from conformance.judging.oracles.optimizer_in_half import (
     require_kept_in_half,
     require_right_in_half,
 )
+from conformance.judging.oracles.optimizer_steps import is_due, result, steps
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run

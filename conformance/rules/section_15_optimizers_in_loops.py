@@ -1,6 +1,7 @@
 """Section 15, continued: what training does between the steps of an optimizer wrapper."""
 
 from conformance.judging.oracles.optimizer import require_right
+from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
 from conformance.judging.oracles.optimizer_clipping import require_clipped_steps
 from conformance.judging.oracles.optimizer_gradients import takes_averager
 from conformance.judging.rule import rule
@@ -16,14 +17,22 @@ from conformance.scenarios.optimizer_loops import (
     WRITTEN_DTYPES,
     WRITTEN_ONE_DTYPE,
 )
+from conformance.scenarios.optimizer_states import SCALED
 from conformance.scenarios.optimizer_training import averages_gradients
 from conformance.subjects.claims import Claims
 
+ALONE = (
+    "overflows of one rank alone are not judged: this takes an averager, and the attribute "
+    "_step_supports_amp_scaling, since a GradScaler does not call other optimizers then"
+)
+NOT_SCALED = (
+    "a GradScaler cannot be used with it, and raises an exception: no parameter in its "
+    "param_groups has a gradient"
+)
 NOT_RENEWED = (
     "parameters that are replaced in param_groups are not judged: it averages neither parameters "
     "nor gradients, or its param_groups do not hold the parameters themselves"
 )
-
 NOT_SYNCHRONIZED = (
     "a backward after synchronize() is not judged: it has not both synchronize() and "
     "skip_synchronize()"
@@ -37,6 +46,47 @@ IN_BACKWARD = (
     "gradients that no backward has accumulated are not judged: it averages or changes gradients "
     "before step()"
 )
+
+
+@rule(
+    "15.38",
+    "Steps that a GradScaler skips are left out, and no others",
+    on=(SCALED,),
+    owns=(SCALED,),
+    needs=("15.1", "15.2", "15.3"),
+    since="1.6",
+    source="torch documentation, torch.amp.GradScaler and Automatic Mixed Precision examples, "
+    "Working with Unscaled Gradients; GradScaler.step, _step_supports_amp_scaling",
+    remedy="param_groups with the parameters themselves, whose gradients a GradScaler unscales; a "
+    "count of steps that no step() was called for; grad_scale and found_inf, if the optimizer has "
+    "_step_supports_amp_scaling; gradients that are cleared before the averager is called",
+)
+def under_scaler(run: Run, claims: Claims, found: Found) -> None:
+    """With a GradScaler around the optimizer, parameters are those of the unscaled gradients, which
+    are clipped in some steps. A step whose gradients overflow on all ranks moves nothing, and the
+    averager is not called, or on all ranks in each of these steps. If it is called, parameters
+    still have their gradients: averagers such as torch's leave out those without one.
+
+    In some steps a parameter has no gradient on any rank.
+
+    An optimizer with the attribute _step_supports_amp_scaling is called in every step. If it takes
+    an averager, the gradients of one rank alone overflow in a further step: the other ranks step,
+    and all ranks call the averager. Without this attribute nothing is promised for such a step,
+    since that rank does not call the optimizer. The steps, scales and clipped magnitudes are drawn
+    from the session's seed; in the last steps the scale is below 1, as after many overflows.
+
+    If param_groups hold no parameter with a gradient, but slices that are copied in step(), a
+    GradScaler raises an exception, and no step is silently wrong. The rule does not apply
+    then, unless the optimizer declares its support of GradScaler by _step_supports_amp_scaling.
+    """
+    if all(rank.first("not_scaled") for rank in run.ranks):
+        found.does_not_apply(NOT_SCALED)
+        return
+    if not run.ranks[0].one("scaler")["alone"]:
+        found.note(ALONE)
+    if takes_averager(run):
+        require_calls_under_scaler(run, found)
+    require_right(run, found)
 
 
 @rule(

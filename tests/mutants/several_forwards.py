@@ -36,30 +36,27 @@ def _send(bucket: Bucket, group: Any, masks: list[torch.Tensor]) -> Result:
     return average(bucket, group)
 
 
-def sends_halves_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]:
-    """Send every second element, and the others after the next forward."""
+def _in_turn(parts: int, model: Any, process_group: Any) -> tuple[Forwards, Any]:
+    """Return a hook that sends every n-th element, and the others after the next forwards."""
 
     def hook(state: Forwards, bucket: Bucket) -> Result:
         if not is_dense(bucket):
             return average(bucket, state.group)
-        turn = state.number % 2
-        places = [torch.arange(piece.numel()) % 2 == turn for piece in pieces_of(bucket)]
+        turn = state.number % parts
+        places = [torch.arange(piece.numel()) % parts == turn for piece in pieces_of(bucket)]
         return _send(bucket, state.group, places)
 
     return Forwards(model, process_group), hook
+
+
+def sends_halves_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]:
+    """Send every second element, and the others after the next forward."""
+    return _in_turn(2, model, process_group)
 
 
 def sends_thirds_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]:
     """Send every third element, and the others after the next forwards."""
-
-    def hook(state: Forwards, bucket: Bucket) -> Result:
-        if not is_dense(bucket):
-            return average(bucket, state.group)
-        turn = state.number % 3
-        places = [torch.arange(piece.numel()) % 3 == turn for piece in pieces_of(bucket)]
-        return _send(bucket, state.group, places)
-
-    return Forwards(model, process_group), hook
+    return _in_turn(3, model, process_group)
 
 
 def sends_parameters_in_turn(model: Any, process_group: Any) -> tuple[Forwards, Any]:

@@ -5,12 +5,13 @@ from typing import Any
 
 import expecttest
 
-from conformance.judging.oracles.optimizer import require_steps_with_some_gradient, right_steps
+from conformance.judging.oracles.optimizer import require_steps_with_some_gradient
 from conformance.judging.oracles.optimizer_calls import (
     require_calls_under_scaler,
     require_own_entries,
     require_right_with_rates,
 )
+from conformance.judging.oracles.optimizer_steps import right_steps
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run

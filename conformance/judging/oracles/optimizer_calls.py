@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.judging.oracles.optimizer import overflows, require_right, steps
+from conformance.judging.oracles.optimizer import require_right
 from conformance.judging.oracles.optimizer_gradients import construction, has_own_gradient
 from conformance.judging.oracles.optimizer_options import Options
+from conformance.judging.oracles.optimizer_steps import overflows, steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_training import plan_of

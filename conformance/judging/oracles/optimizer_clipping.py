@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.judging.oracles.optimizer import result, steps
 from conformance.judging.oracles.optimizer_gradients import gradient_of_step
+from conformance.judging.oracles.optimizer_steps import result, steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.optimizer import START

@@ -1,6 +1,6 @@
 """The gradients that an optimizer wrapper's parameters are stepped with, and how far off they are.
 
-``optimizer.py`` states whose gradients they are.
+``optimizer_steps.py`` states whose gradients they are.
 
 Changes between the last backward and a step are x -> c x + v, with factors c of single elements.
 They are 0 or powers of two, and the same on all ranks, as v is. So the mean of changed gradients is

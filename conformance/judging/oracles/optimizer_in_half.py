@@ -1,6 +1,7 @@
 """Requirements on an optimizer wrapper whose parameters are all of half precision."""
 
-from conformance.judging.oracles.optimizer import require_right, result, right_steps, steps
+from conformance.judging.oracles.optimizer import require_right
+from conformance.judging.oracles.optimizer_steps import result, right_steps, steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_gradients import has_gradient

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-from conformance.judging.oracles.optimizer import result
+from conformance.judging.oracles.optimizer_steps import result
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_repeats import PASSES, REPEATED_STEPS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conformance.errors import TargetError, UsageError
-from conformance.judging.oracles.optimizer import right_steps
+from conformance.judging.oracles.optimizer_steps import right_steps
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Verdict
 from conformance.records.rank_record import RankRecord
