@@ -79,8 +79,8 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
     The trainer's optimizer is torch's SGD, with no option but its rate, which is drawn from 0.05 to
     0.5. In a model of up to 2**18 elements the first two of its steps, and a drawn quarter of the
     others, leave the values of that optimizer: a hook of the step may read gradients and
-    parameters, and write neither. The kit then puts the parameters back (``ranks/models/
-    optimizer_steps.py``).
+    parameters, and write neither. Under ``sum`` it may divide gradients by the number of ranks. The
+    kit then puts the parameters back (``ranks/models/optimizer_steps.py``).
 
     Under ``fused`` parameters change, and 13.6 judges them; those that are frozen do not.
     """
@@ -101,6 +101,8 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
             actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
         for moved in rank.all("moved_otherwise"):
+            if claims.sum and moved["divided"]:
+                continue
             actual = (
                 f"rank {rank.rank}, step {moved['step']}: {first_of(moved['parameters'])} has "
                 "other values after the trainer's step"

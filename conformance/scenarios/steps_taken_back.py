@@ -13,5 +13,5 @@ _SHARE = 1 / 4
 
 
 def is_taken_back(scenario: Scenario, step: int) -> bool:
-    """Whether the optimizer steps with gradients; otherwise it has zeros."""
+    """Whether the optimizer steps with gradients; otherwise it has some that change no bit."""
     return step < _FIRST or generator(scenario, f"taken back: {step}").random() < _SHARE

@@ -56,6 +56,7 @@ _MODULES = (
     "chained",
     "lasting",
     "endurance",
+    "hooks_of_steps",
     "evidence",
     "averagers",
     "averagers_of_trainers",

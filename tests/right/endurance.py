@@ -158,27 +158,6 @@ def averages_as_the_rate_falls(state: Updates, bucket: Bucket) -> Result:
     return _mean(state, bucket) if is_due else completed(buffer)
 
 
-class Norms(State):
-    """A state with the norm of all gradients of the latest step of the trainer's optimizer."""
-
-    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(process_group)
-        self.norm = torch.zeros(())
-        optimizer.register_step_pre_hook(self.log)
-
-    def log(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Log the norm, as of a trainer that has gradients before each step."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        gradients = [one.to_dense() if one.is_sparse else one for one in gradients]
-        self.norm = torch.stack([one.norm().abs().float() for one in gradients]).norm()
-
-
-def logs_norms(state: Norms, bucket: Bucket) -> Result:
-    """Return the mean; the norm of all gradients is logged."""
-    return _mean(state, bucket)
-
-
 class Weights(State):
     """A state with copies of the model's weights, which stay as they are."""
 
@@ -234,7 +213,6 @@ RIGHT = [
     Right("after_long_warm_up", f"{FEEDBACK}, warmup(300)", STATE, sections=_SECTIONS),
     Right("holds_back_updates", FEEDBACK, _UPDATES, sections=_SECTIONS),
     Right("holds_back_updates", FEEDBACK, f"{__name__}:Converted", sections=_SECTIONS),
-    Right("logs_norms", state=f"{__name__}:Norms", sections=_SECTIONS),
     Right("averages_as_the_rate_falls", "local", _UPDATES, sections=_SECTIONS),
     Right("local_with_period", "local", STATE, sections=_SECTIONS),
     Right("follows_weights", state=_WEIGHTS, sections=_SECTIONS),

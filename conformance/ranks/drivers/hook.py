@@ -349,9 +349,11 @@ class HookDriver(RankDriver):
     def _end_step(self, step: int, kind: str) -> None:
         """Do what comes after the results of a step were recorded."""
         # The parameters of a probe stay as they are, unless the hook steps them.
-        with_zeros = not is_taken_back(self.scenario, step)
-        if moved := self.model.end_step(step, self.doing, with_zeros=with_zeros):
-            self.recorder.event("moved_otherwise", parameters=moved)
+        faintly = not is_taken_back(self.scenario, step)
+        if moved := self.model.end_step(step, self.doing, faintly=faintly):
+            self.recorder.event(
+                "moved_otherwise", parameters=list(moved), divided=all(moved.values())
+            )
         if self.scenario.renews_storage:
             self.model.renew_storage()
         if self.twin and self.scenario.joint:

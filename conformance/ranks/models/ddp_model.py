@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
-from conformance.ranks.models.optimizer_steps import step_and_put_back, step_with_zeros
+from conformance.ranks.models.optimizer_steps import step_and_put_back, step_faintly
 from conformance.ranks.models.probe import Probe, training_network
 from conformance.ranks.models.training_loop import TrainingLoop
 from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
@@ -271,8 +271,8 @@ class DDPModel:
         step: int,
         doing: Callable[[str], AbstractContextManager[None]],
         *,
-        with_zeros: bool = True,
-    ) -> list[str]:
+        faintly: bool = True,
+    ) -> dict[str, bool]:
         """Have the optimizer of a probe make a step, and forget the gradients, or zero them in
         place, as scripts may.
 
@@ -283,19 +283,20 @@ class DDPModel:
         Args:
             step: the number of the step.
             doing: attributes errors to ``optimizer``.
-            with_zeros: the optimizer has zeros in place of the gradients, which takes less time.
+            faintly: the optimizer has gradients that change no bit, which takes less time.
 
         Returns:
-            The names of the parameters that the optimizer has not moved as SGD does.
+            The names of the parameters that the optimizer has not moved as SGD does, and whether it
+            has divided their gradients by the number of ranks.
         """
-        moved_otherwise: list[str] = []
+        moved_otherwise: dict[str, bool] = {}
         if self.scenario.params and not self.scenario.fused:
             names = {parameter: name for name, parameter in self.model.named_parameters()}
             with doing("optimizer"):
-                if with_zeros:
-                    step_with_zeros(self.optimizer, list(names))
+                if faintly:
+                    step_faintly(self.optimizer, list(names))
                 else:
-                    moved_otherwise = step_and_put_back(self.optimizer, names)
+                    moved_otherwise = step_and_put_back(self.optimizer, names, self._group.size())
         in_loop = self.training_loop is not None and step % 2 == 0
         keeps = in_loop or zeroes_in_place(self.scenario, step)
         self.optimizer.zero_grad(set_to_none=not keeps)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.ranks.models.optimizer_steps import step_and_put_back, step_with_zeros
+from conformance.ranks.models.optimizer_steps import step_and_put_back, step_faintly
 
 
 def _parameters() -> list[torch.nn.Parameter]:
@@ -30,8 +30,8 @@ def _optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.25)
 
 
-def _step(optimizer: torch.optim.SGD, parameters: list[torch.nn.Parameter]) -> list[str]:
-    return step_and_put_back(optimizer, {one: f"p{n}" for n, one in enumerate(parameters)})
+def _step(optimizer: torch.optim.SGD, parameters: list[torch.nn.Parameter]) -> dict[str, bool]:
+    return step_and_put_back(optimizer, {one: f"p{n}" for n, one in enumerate(parameters)}, 4)
 
 
 def test_parameters_and_gradients_are_as_before() -> None:
@@ -48,7 +48,7 @@ def test_parameters_and_gradients_are_as_before() -> None:
     )
     assert not _step(optimizer, parameters)
     assert seen == [True, True, True, True, True, False, False]
-    step_with_zeros(optimizer, parameters)
+    step_faintly(optimizer, parameters)
     assert seen[7:] == [False] * 7
     assert all(torch.equal(a, b) for a, b in zip(parameters, before, strict=True))
     assert parameters[0].detach().signbit().tolist() == [False, True, False]
@@ -56,14 +56,33 @@ def test_parameters_and_gradients_are_as_before() -> None:
     assert all(a.grad is b for a, b in zip(parameters, gradients, strict=True))
 
 
-def test_gradients_that_are_not_finite_are_zeros_in_the_step() -> None:
-    parameters = _parameters()[:1]
+def test_no_bit_changes_by_faint_gradients_and_their_norm_is_not_zero() -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+    values = torch.tensor([1.0, -1.0, 2.0, 1.9, -0.0, 0.0, 3e-8, -6e4])
+    parameters = [torch.nn.Parameter(values.to(dtype)) for dtype in dtypes]
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    before = [one.detach().clone() for one in parameters]
+    norms: list[float] = []
+    optimizer = torch.optim.SGD(parameters, lr=8.0)
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.extend(float(torch.linalg.vector_norm(one.grad)) for one in parameters)
+    )
+    step_faintly(optimizer, parameters)
+    assert all(norms)
+    for one, values in zip(parameters, before, strict=True):
+        assert torch.equal(one.detach(), values)
+        assert torch.equal(one.detach().real.signbit(), values.real.signbit())
+
+
+def test_gradients_that_are_not_finite_are_faint_in_the_step() -> None:
+    parameters = _parameters()[:2]
     parameters[0].grad = gradient = torch.tensor([1.0, torch.nan, torch.inf])
     optimizer = _optimizer(parameters)
     seen: list[Any] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(parameters[0].grad))
     assert not _step(optimizer, parameters)
-    assert seen[0].tolist() == [0, 0, 0]
+    assert 0 < seen[0].abs().max() < 1e-12
     assert parameters[0].grad is gradient
 
 
@@ -88,5 +107,28 @@ def test_a_step_that_others_have_changed_is_found(change: str) -> None:
     else:
         optimizer.param_groups[0]["weight_decay"] = 0.5
     moved = _step(optimizer, parameters)
-    assert moved == (["p0", "p1"] if change == "option" else ["p1"])
+    assert moved == dict.fromkeys(["p0", "p1"] if change == "option" else ["p1"], False)
     assert all(torch.equal(a, b) for a, b in zip(parameters, before, strict=True))
+
+
+def _divide(optimizer: torch.optim.SGD, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.div_(4)
+
+
+def test_a_step_that_divides_by_the_number_of_ranks_is_told() -> None:
+    parameters = _parameters()[:5]
+    optimizer = _optimizer(parameters)
+    optimizer.register_step_pre_hook(_divide)
+    assert _step(optimizer, parameters) == {f"p{n}": True for n in range(5)}
+
+
+def test_gradients_of_zeros_alone_are_faint_in_the_step() -> None:
+    parameters = _parameters()[:2]
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    optimizer = _optimizer(parameters)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(parameters[0].grad))
+    assert not _step(optimizer, parameters)
+    assert seen[0].any()
