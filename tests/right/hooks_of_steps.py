@@ -20,9 +20,8 @@ class Norms(State):
 
     def log(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Log the norm, as of a trainer that has gradients before each step."""
-        norm = float(
-            torch.stack([one.norm().abs().double() for one in gradients(optimizer)]).norm()
-        )
+        dense = [one.to_dense() if one.is_sparse else one for one in gradients(optimizer)]
+        norm = float(torch.stack([one.norm().abs().double() for one in dense]).norm())
         if self.norm is not None:
             self.change = abs(norm - self.norm) / self.norm
         self.norm = norm
@@ -30,8 +29,7 @@ class Norms(State):
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    given = [one.grad for one in parameters if one.grad is not None]
-    return [one.coalesce().values() if one.is_sparse else one for one in given]
+    return [one.grad for one in parameters if one.grad is not None]
 
 
 def logs_norms(state: Norms, bucket: Bucket) -> Result:
