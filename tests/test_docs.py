@@ -14,7 +14,7 @@ from tools import layers
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ci/README.md", "hooks_ref/README.md"),
-    "conformance/UPSTREAM.md",
+    *("conformance/RULES.md", "conformance/UPSTREAM.md"),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 ]
 

@@ -299,7 +299,7 @@ def matrix(rules: dict[str, Rule]) -> str:
         "| rule | | refuses |",
         "|---|---|---|",
         *(
-            (f"| {number} | {rule.title} | {', '.join(f'`{name}`' for name in by_rule[number])} |")
+            f'| <a name="{number}"></a>{number} | {rule.title} | {names(by_rule[number])} |'
             for number, rule in rules.items()
         ),
         "",
@@ -312,6 +312,10 @@ def matrix(rules: dict[str, Rule]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def names(mutants: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in mutants)
 
 
 def others(mutant: Mutant) -> str:

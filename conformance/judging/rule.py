@@ -1,7 +1,7 @@
 """Rules: their numbers, texts and functions, and the golden list of rules that a certificate needs.
 
 A rule is a function of records. The first paragraph of its docstring is the requirement, the rest
-is the intent. Each file of ``conformance/rules`` holds one section, and enters its rules in the
+is its reason. Each file of ``conformance/rules`` holds one section, and enters its rules in the
 book when it is imported.
 """
 
@@ -53,9 +53,9 @@ class WorldSizes(enum.Enum):
     """The world sizes of the profile that a rule is judged at. The values are texts of RULES.md."""
 
     ALL = "at every world size"
-    PRIMARY = "at the smallest world size above 1"
-    OTHERS = "at the other world sizes"
-    BELOW_MINIMUM = "at world sizes below what it claims"
+    PRIMARY = "at the smallest world size above 1 alone"
+    OTHERS = "at every world size but the smallest above 1"
+    BELOW_MINIMUM = "at world sizes below the claimed min_world_size"
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,9 @@ class Rule:
         return _paragraphs(self.check)[0]
 
     @property
-    def intent(self) -> str:
-        return " ".join(_paragraphs(self.check)[1:])
+    def reasons(self) -> list[str]:
+        """The paragraphs after the requirement."""
+        return _paragraphs(self.check)[1:]
 
     @property
     def order(self) -> tuple[int, int]:

@@ -91,7 +91,8 @@ FLAT = replace(
 COLUMNS = replace(
     FLAT,
     name="averager_columns",
-    summary="the same, and rows of a parameter have gaps of drawn sizes between them",
+    summary="the scenario `averager_flat`, in which rows of a parameter have gaps of drawn sizes "
+    "between them",
     variant="columns",
 )
 

@@ -84,8 +84,8 @@ TWO = replace(
 TWO_GROUPS = replace(
     TWO,
     name="averager_two_groups",
-    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and "
-    "the parts are drawn",
+    summary="the scenario `averager_two` on two groups of different sizes: WORLD, and a part of "
+    "it; their order and the parts are drawn",
     world_sizes=(),
     size=4,
     twin_groups=((0, 2), (1, 3)),
@@ -105,7 +105,7 @@ CHANGING = replace(
 CHANGING_LATE = replace(
     CHANGING,
     name="averager_changing_late",
-    summary="the same after 17 to 150 averages",
+    summary="the scenario `averager_changing` after 17 to 150 averages",
 )
 LATE = (17, 150)
 UNFROZEN = 0
@@ -168,8 +168,8 @@ ROLLED_BACK = replace(
 ROLLED_TO_START = replace(
     ROLLED_BACK,
     name="averager_rolled_to_start",
-    summary="the same with a state that is saved before the first step; an average or more comes "
-    "before it is loaded",
+    summary="the scenario `averager_rolled_back` with a state that is saved before the first step; "
+    "an average or more comes before it is loaded",
 )
 
 DRIFTING = replace(
@@ -193,7 +193,7 @@ AUTOCAST = replace(
 AUTOCAST_HALF = replace(
     AUTOCAST,
     name="averager_autocast_half",
-    summary="the same under autocast to float16",
+    summary="the scenario `averager_autocast` under autocast to float16",
     options=("autocast=float16",),
 )
 

@@ -76,7 +76,7 @@ def _special(plain: Scenario) -> Scenario:
     return replace(
         plain,
         name=f"{plain.kind}_special_together",
-        summary=f"{plain.summary}; on 5 to 8 ranks and under other default dtypes",
+        summary=f"the scenario `{plain.name}`; on 5 to 8 ranks and under other default dtypes",
         world_sizes=(),
         size=_SIZE,
         nodes=(_SIZE // 2, _SIZE // 2),
@@ -170,7 +170,8 @@ def _wrapper(plain: Scenario) -> Scenario:
     return replace(
         plain,
         name=f"{plain.name}_together",
-        summary=f"{plain.summary}; torch's default dtype is float64, float16 and bfloat16",
+        summary=f"the scenario `{plain.name}`; torch's default dtype is float64, float16 and "
+        "bfloat16",
         default_dtypes=DTYPES,
     )
 

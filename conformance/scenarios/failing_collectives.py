@@ -138,7 +138,8 @@ ASYNCHRONOUS = (
     ),
     replace(
         _work_fails(collective.PLAIN, FUTURE_FAILS, _WAIT_FAILS)[0],
-        summary="the same, and the trainer waits for the futures of calls, if they have any",
+        summary="the scenario `collective_wait_fails`, in which the trainer waits for the futures "
+        "of calls, if they have any",
         order="rank0_first",
     ),
     replace(

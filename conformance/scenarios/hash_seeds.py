@@ -19,7 +19,7 @@ def _with_other_hashes(plain: Scenario) -> Scenario:
         plain,
         params=(*plain.params, *_EQUAL),
         name=f"{plain.kind}_hash_seeds",
-        summary=f"{plain.summary}; every other rank has another hash seed",
+        summary=f"the scenario `{plain.name}`; every other rank has another hash seed",
         world_sizes=(2,),
         hash_seeds_differ=True,
     )

@@ -24,8 +24,8 @@ def _under_default_dtypes(plain: Scenario, *more: Param) -> Scenario:
         plain,
         params=(*plain.params, *more),
         name=f"{plain.kind}_default_dtypes",
-        summary=f"{plain.summary}; torch's default dtype is float64, float16 and bfloat16, one "
-        "after another, in an order that is drawn",
+        summary=f"the scenario `{plain.name}`; torch's default dtype is float64, float16 and "
+        "bfloat16, one after another, in an order that is drawn",
         world_sizes=(3,),
         default_dtypes=_DTYPES,
     )

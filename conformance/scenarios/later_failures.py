@@ -69,7 +69,7 @@ LARGE_BETWEEN_RAISES = _later(
     COLLECTIVE_RAISES_LARGE,
     "large_between_raises",
     _BETWEEN,
-    "the same for a drawn collective between the first and the last",
+    "the scenario `large_last_raises` with a drawn collective between the first and the last",
 )
 LATE_RAISES = _later(
     COLLECTIVE_RAISES_LATE,

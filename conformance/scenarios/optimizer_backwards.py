@@ -48,7 +48,7 @@ ACCUMULATED = replace(
 ACCUMULATED_BFLOAT16 = replace(
     ACCUMULATED,
     name="optimizer_accumulated_bfloat16",
-    summary="the same with random gradients and parameters of bfloat16",
+    summary="the scenario `optimizer_accumulated` with random gradients and parameters of bfloat16",
     params=tuple(replace(param, dtype="bfloat16") for param in PLAIN.params),
     steps=("normal",) * len(ACCUMULATED.steps),
     variant="accumulated_half",
@@ -57,7 +57,7 @@ ACCUMULATED_BFLOAT16 = replace(
 ACCUMULATED_FLOAT16 = replace(
     ACCUMULATED_BFLOAT16,
     name="optimizer_accumulated_float16",
-    summary="the same with random gradients and parameters of float16",
+    summary="the scenario `optimizer_accumulated` with random gradients and parameters of float16",
     params=tuple(replace(param, dtype="float16") for param in PLAIN.params),
 )
 

@@ -26,14 +26,14 @@ WRITTEN = replace(
 WRITTEN_ONE_DTYPE = replace(
     WRITTEN,
     name="optimizer_written_one_dtype",
-    summary="the same with parameters of float64, float16 or bfloat16, as drawn; some get new "
-    "memory",
+    summary="the scenario `optimizer_written` with parameters of float64, float16 or bfloat16, as "
+    "drawn; some get new memory",
 )
 
 WRITTEN_DTYPES = replace(
     WRITTEN,
     name="optimizer_written_dtypes",
-    summary="the same with parameters of four dtypes; some get new memory",
+    summary="the scenario `optimizer_written` with parameters of four dtypes; some get new memory",
     params=tuple(
         Param((1,), dtype)
         for dtype in ("float32", "float64", "float16", "bfloat16")
@@ -79,7 +79,7 @@ AUTOCAST = replace(
 AUTOCAST_HALF = replace(
     AUTOCAST,
     name="optimizer_autocast_half",
-    summary="the same under autocast to float16",
+    summary="the scenario `optimizer_autocast` under autocast to float16",
     options=("autocast=float16",),
 )
 

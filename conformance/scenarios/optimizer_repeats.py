@@ -34,7 +34,7 @@ REPEATED_BFLOAT16 = replace(
 REPEATED_FLOAT16 = replace(
     REPEATED_BFLOAT16,
     name="optimizer_repeated_float16",
-    summary="the same with parameters of float16",
+    summary="the scenario `optimizer_repeated_bfloat16` with parameters of float16",
     params=tuple(replace(param, dtype="float16") for param in PLAIN.params),
 )
 

@@ -38,7 +38,7 @@ RESTS = replace(
 RESTS_OF_ADAM = replace(
     RESTS,
     name="optimizer_rests_of_adam",
-    summary="the same with Adam or AdamW",
+    summary="the scenario `optimizer_rests` with Adam or AdamW",
     variant="rests_of_adam",
 )
 

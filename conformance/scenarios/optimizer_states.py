@@ -45,9 +45,9 @@ TENSOR_RATES = replace(
 RESTORED_RATES = replace(
     TENSOR_RATES,
     name="optimizer_restored_rates",
-    summary="the same, of Adam or AdamW, and before a drawn step everything is restored to an "
-    "earlier step; all other options of each group have been rewritten since; one more group is "
-    "added after that",
+    summary="the scenario `optimizer_tensor_rates` with Adam or AdamW; before a drawn step "
+    "everything is restored to an earlier step; all other options of each group have been "
+    "rewritten since; one more group is added after that",
     params=(*_WIDE, Param((3,), "float64")),
     steps=("normal",) * 10,
     variant="restored_rates",

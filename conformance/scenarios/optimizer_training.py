@@ -105,7 +105,7 @@ OPTIONS = replace(
 ADAM_OPTIONS = replace(
     OPTIONS,
     name="optimizer_adam_options",
-    summary="the same with every option of Adam",
+    summary="the scenario `optimizer_options` with every option of Adam",
     world_sizes=(2,),
     variant="adam_options",
 )
@@ -137,8 +137,8 @@ TWO = replace(
 TWO_GROUPS = replace(
     TWO,
     name="optimizer_two_groups",
-    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and "
-    "the parts are drawn",
+    summary="the scenario `optimizer_two` on two groups of different sizes: WORLD, and a part of "
+    "it; their order and the parts are drawn",
     world_sizes=(),
     size=4,
     twin_groups=((0, 2), (1, 3)),

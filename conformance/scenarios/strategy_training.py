@@ -150,7 +150,7 @@ BUFFERS = replace(
 OWN_BUFFERS = replace(
     BUFFERS,
     name="strategy_own_buffers",
-    summary="the same under DDP with broadcast_buffers=False",
+    summary="the scenario `strategy_buffers` under DDP with broadcast_buffers=False",
     ddp=replace(BUFFERS.ddp, broadcast_buffers=False),
 )
 
@@ -166,8 +166,8 @@ GROUP_BUFFERS = replace(
 REWRAPPED_BUFFERS = replace(
     BUFFERS,
     name="strategy_rewrapped_buffers",
-    summary="a network with these buffers is trained on WORLD, and on two subgroups; then its "
-    "buffers are cleared, and DDP wraps it anew on two other ones",
+    summary="a network with the buffers of `strategy_buffers` is trained on WORLD, and on two "
+    "subgroups; then its buffers are cleared, and DDP wraps it anew on two other ones",
     groups=REWRAPPED.twin_groups,
     twin_groups=SUBGROUPS.groups,
     prerequisite="strategy_rewrapped",
@@ -283,7 +283,7 @@ AUTOCAST = replace(
 AUTOCAST_HALF = replace(
     AUTOCAST,
     name="strategy_autocast_half",
-    summary="the same under autocast to float16",
+    summary="the scenario `strategy_autocast` under autocast to float16",
     options=("autocast=float16",),
 )
 

@@ -77,7 +77,7 @@ JOINT = replace(
 JOINT_ALIKE = replace(
     JOINT,
     name="joint_alike",
-    summary="the same for two models that are alike, on the same group",
+    summary="the scenario `joint` with two models that are alike, on the same group",
     size=0,
     world_sizes=(2,),
     twin_groups=(),

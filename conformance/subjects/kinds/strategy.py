@@ -78,7 +78,7 @@ from conformance.subjects.kinds._kind import Kind
 CLAIM = replace(
     MICROBATCHES,
     name="strategy_claim",
-    summary="the same with DDP as it is by default",
+    summary="the scenario `strategy_microbatches` with DDP as it is by default",
     world_sizes=(2,),
     variant="claim",
 )
