@@ -27,7 +27,7 @@ PAGES = (
     *("README.md", "hooks_ref/README.md", "ci/README.md"),
     *sorted(
         str(path.relative_to(ROOT))
-        for path in (ROOT / "docs").glob("*.md")
+        for path in (ROOT / "docs").rglob("*.md")
         if path.name not in GENERATED
     ),
 )

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ci/README.md", "hooks_ref/README.md"),
     *("conformance/RULES.md", "conformance/UPSTREAM.md"),
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
