@@ -62,7 +62,8 @@ def certify(
 
     Raises:
         AssertionError: the subject is not certified; the message is the report.
-        ConformanceError: the subject could not be judged.
+        ConformanceError: the subject could not be judged; ``claims="auto"``, which certifies
+            nothing, is a UsageError.
     """
     # pytest then shows the test's own line, and none of the kit's.
     __tracebackhide__ = True
@@ -108,6 +109,8 @@ def _certify(options: Options, results: Path | None) -> tuple[dict[str, Any] | N
     """Return the certificate, or None and the report."""
     __tracebackhide__ = True
     with Session.of(options, results=results) as session:
+        if session.searches_claims:
+            raise UsageError(_no_claims_to_judge(session.options))
         session.progress.terminal = default_terminal()
         session.start()
         session.begin()
@@ -124,6 +127,14 @@ def _certify(options: Options, results: Path | None) -> tuple[dict[str, Any] | N
             return conclusion.certificate, ""
         report = f"report: {session.folder / 'report.html'}"
         return None, f"{conclusion_text(session, conclusion)}\n{report}"
+
+
+def _no_claims_to_judge(options: Options) -> str:
+    command = f"python -m conformance certify {options.command()}"
+    return (
+        f"claims='auto' proposes claims and certifies nothing: run {command}, and pass the claims "
+        "that you choose"
+    )
 
 
 def _target_of(hook: Any) -> str:
