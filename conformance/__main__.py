@@ -6,30 +6,56 @@ import argparse
 import importlib
 import os
 import sys
+from dataclasses import dataclass
 
 from conformance import __version__
 from conformance.certificates.markdown import printable
 from conformance.errors import CertificateError, ConformanceError, UsageError
 from conformance.session.options import add_options, suggestion
 
-# Each is a module with main(arguments) -> exit code, imported on use; none of them needs torch.
+
+@dataclass(frozen=True)
+class Command:
+    """A command on results, or ``new``; none of them needs torch.
+
+    Attributes:
+        module: a module with main(arguments) -> exit code, imported on use.
+        takes: its arguments.
+        summary: its purpose, in one line of the help.
+    """
+
+    module: str
+    takes: str
+    summary: str
+
+
 COMMANDS = {
-    "gate": ("conformance.cli.gate", "[--baseline OLD.json] NEW.json"),
-    "summary": ("conformance.cli.summary", "FILE..."),
-    "compare": ("conformance.cli.compare", "FILE FILE..."),
-    "schema": ("conformance.cli.schema", ""),
-    "new": ("conformance.cli.new", "NAME"),
-    "statement": ("conformance.cli.statement", "CERTIFICATE"),
+    "gate": Command(
+        "conformance.cli.gate",
+        "[--baseline OLD.json] NEW.json",
+        "refuse a certificate, if invalid or worse than OLD",
+    ),
+    "summary": Command("conformance.cli.summary", "FILE...", "write results as Markdown"),
+    "compare": Command("conformance.cli.compare", "FILE FILE...", "show results side by side"),
+    "statement": Command(
+        "conformance.cli.statement", "CERTIFICATE", "write a certificate as an in-toto statement"
+    ),
+    "schema": Command("conformance.cli.schema", "", "print the JSON Schema of certificates"),
+    "new": Command("conformance.cli.new", "NAME", "write a package with a hook, to begin with"),
 }
-USAGE = "\n       ".join(
+_LINES = (
+    ("certify --hook module:attribute [options]", "judge a subject, and write a certificate"),
+    ("certify --list-rules", "list the rules"),
+    *((f"{name} {one.takes}".rstrip(), one.summary) for name, one in COMMANDS.items()),
+    ("--version", "print the version of the kit"),
+)
+USAGE = "\n".join(
     [
-        "usage: python -m conformance certify --hook module:attribute [options]",
-        "python -m conformance certify --list-rules",
-        *(
-            f"python -m conformance {name} {takes}".rstrip()
-            for name, (_, takes) in COMMANDS.items()
-        ),
-        "python -m conformance --version",
+        "usage: python -m conformance COMMAND",
+        "",
+        *(f"  {line:<42} {summary}" for line, summary in _LINES),
+        "",
+        "COMMAND --help has the options of a command.",
     ]
 )
 HELP = ("-h", "--help")
@@ -50,7 +76,7 @@ def main(arguments: list[str]) -> int:
         print(_unknown_command(name), file=sys.stderr)
         return UsageError.exit_code
     try:
-        return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+        return int(importlib.import_module(COMMANDS[name].module).main(rest))
     except ConformanceError as error:
         reasons = error.reasons if isinstance(error, CertificateError) else (str(error),)
         print("\n".join(f"{name}: {printable(reason)}" for reason in reasons), file=sys.stderr)

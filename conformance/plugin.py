@@ -9,6 +9,9 @@ import argparse
 import contextlib
 import gc
 import importlib
+import shlex
+from collections.abc import Generator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -16,15 +19,17 @@ import pytest
 
 from conformance.cli._shared import POOL, REQUEST
 from conformance.errors import ConformanceError, UsageError
-from conformance.session.options import add_options, options_of
+from conformance.session.options import Options, add_options, flag, options_of, suggestion
 from conformance.session.progress import Terminal, shows_progress, use_terminal
 from conformance.session.rank_source import ranks_for
 from conformance.session.request import Request, read_request, set_results_aside
+from conformance.subjects.kinds import HOOK, KINDS
 from conformance.torch_versions.tested import installed_version, reason_unsupported
 
 # Options that only the kit has. Other suites may well have an --optimizer.
 _OWN_OPTIONS = ("--hook", "--setup", "--replay", "--list-rules")
 _HELP = ("-h", "--help")
+_KINDS = tuple(flag(kind) for kind in KINDS if kind != HOOK)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,6 +53,42 @@ def pytest_load_initial_conftests(
         return
     _prepare(early_config, parser.parse_known_args(args))
     early_config.pluginmanager.register(_import_the_rest(), "conformance.cli.pytest_items")
+
+
+@pytest.hookimpl(wrapper=True, specname="pytest_load_initial_conftests")
+def pytest_refuse_unknown_options(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None]:
+    """Refuse options that nothing has declared, once conftests have declared theirs.
+
+    pytest would refuse them next, without the name of the kit.
+    """
+    yield
+    if set(_HELP) & set(args):
+        return
+    _, unknown = parser.parse_known_and_unknown_args(args)
+    names = [arg.partition("=")[0] for arg in unknown if arg.startswith("--")]
+    if _is_about_conformance(args):
+        if names:
+            raise pytest.UsageError(_unknown_option(names[0]))
+        return
+    for name in names:
+        if name in _KINDS:
+            command = shlex.join(["pytest", "--pyargs", "conformance", *_typed(early_config)])
+            raise pytest.UsageError(
+                f"{name} is an option of the conformance kit: add --pyargs conformance, as in "
+                f"{command}"
+            )
+
+
+def _typed(config: pytest.Config) -> list[str]:
+    return [str(argument) for argument in config.invocation_params.args]
+
+
+def _unknown_option(name: str) -> str:
+    known = [*(flag(option.name) for option in fields(Options)), "--list-rules"]
+    end = suggestion(name, known) or "."
+    return f"{name} is no option{end} See python -m conformance certify --help"
 
 
 @pytest.hookimpl(tryfirst=True)

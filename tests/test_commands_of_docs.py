@@ -125,7 +125,7 @@ NOT_RUN = {
         _INSTALLS
     ),
     "python -m pip install /path/to/the/clone": _INSTALLS,
-    "python -m pip install 'ddp-conformance[sign]'": _INSTALLS,
+    "python -m pip install '/path/to/the/clone[sign]'": _INSTALLS,
     "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu": (
         "needs the network"
     ),

@@ -64,7 +64,10 @@ def compare(old: CertificateFile, new: CertificateFile, slack: Slack | None = No
 def _identity(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
     """Yield differences in the subject, in its claims, and in the conditions of the judgement."""
     if old.golden != new.golden:
-        yield f"changed golden list: {_kit(old)} before, {_kit(new)} now; renew the baseline"
+        yield (
+            f"changed golden list: {_kit(old)} before, {_kit(new)} now; renew the baseline: "
+            "gate --baseline FILE --renew NEW"
+        )
     if old.kind != new.kind:
         yield f"changed subject: a {old.kind} before, a {new.kind} now"
     subject_before = old.body["subject"]

@@ -69,7 +69,8 @@ def flaws(certificate: CertificateFile) -> list[str]:
         ours = kit_identity()["golden_list"]
         return [
             f"was judged by the golden list {certificate.golden[:16]} of kit {version}; the golden "
-            f"list of this kit is {ours[:16]}"
+            f"list of this kit is {ours[:16]}; certify again with this kit, or gate with the kit "
+            "that wrote it"
         ]
     if certificate.kind not in KINDS:
         return [f"has a kind of subject that this kit does not know: {certificate.kind!r}"]

@@ -43,7 +43,7 @@ def session_markdown(body: Mapping[str, Any]) -> str:
         "",
     ]
     if verdict not in _HEADINGS:
-        lines += ["Nothing failed. A development run: no certificate.", ""]
+        lines += ["Nothing failed, and there is no certificate.", ""]
     if verdict != "refused":
         # The reasons of a refusal are the rules that fail, which follow with their failures.
         lines += _titled_list("Because", body.get("reasons", ()))

@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
         # An object that does not end, or ends too early, was probably cut off while being copied.
         unfinished = text.startswith("{") and (not text.endswith("}") or error.pos >= len(text))
         if not text or unfinished:
-            raise CertificateError(f"{path}: is cut short") from error
+            raise CertificateError(f"{path}: is cut short: copy it again") from error
         raise CertificateError(
             f"{path}: is no certificate: it is not JSON ({error.msg})"
         ) from error
@@ -143,7 +143,10 @@ def read_certificate(path: Path) -> CertificateFile:
     body = read_json(path)
     if is_report(body):
         reasons = "; ".join([body["verdict"], *map(str, body.get("reasons", ()))])
-        raise CertificateError(f"{path}: is the report of a session, not a certificate ({reasons})")
+        raise CertificateError(
+            f"{path}: is the report of a session, not a certificate ({reasons}); give "
+            "certificate.json, which a certified run writes beside it"
+        )
     version = version_of(body)
     if version is None:
         raise CertificateError(f"{path}: is no certificate: {_foreign_schema(body.get('schema'))}")

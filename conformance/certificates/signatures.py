@@ -2,8 +2,8 @@
 
 The digest in a certificate reveals an accident. Only a signature proves the origin, and only to a
 reader who names the trusted signer: a key for GnuPG, an identity and its issuer for Sigstore. The
-libraries ``python-gnupg`` and ``sigstore`` verify; they are installed by ``ddp-conformance[sign]``
-and imported on use. This module imports no torch.
+libraries ``python-gnupg`` and ``sigstore`` verify; the kit's extra ``sign`` installs them, and
+they are imported on use. This module imports no torch.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 from conformance.certificates.in_toto import PASSED, PREDICATE_TYPE, STATEMENT_TYPE, WARNED
 from conformance.errors import CertificateError, UsageError
 
-_INSTALL = "install it with: python -m pip install 'ddp-conformance[sign]'"
+_INSTALL = "install it with: python -m pip install '/path/to/the/clone[sign]'"
 # The media type of in-toto statements in a Sigstore bundle.
 _IN_TOTO = "application/vnd.in-toto+json"
 

@@ -164,7 +164,7 @@ def _parser() -> Arguments:
 
 
 def _add_signature(parser: Arguments) -> None:
-    group = parser.add_argument_group("signature, verified by the extra ddp-conformance[sign]")
+    group = parser.add_argument_group("signature, verified by libraries of the extra [sign]")
     group.add_argument(
         "--signature",
         type=Path,

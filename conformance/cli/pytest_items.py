@@ -25,6 +25,7 @@ from conformance.errors import (
     KitError,
     ProfileError,
     RequiredProfileError,
+    TargetError,
     UsageError,
 )
 from conformance.judging.rule import MUST, SHOULD, Rule
@@ -341,8 +342,9 @@ def pytest_terminal_summary(
             UsageError: "usage error",
             ProfileError: "profile",
             RequiredProfileError: "profile",
+            TargetError: "subject",
         }
-        kind = kinds.get(type(state.error), type(state.error).__name__)
+        kind = kinds.get(type(state.error), "kit error")
         terminalreporter.line(f"{kind}: {state.error}", red=True)
         terminalreporter.line("no certificate was written")
         for note in state.session.notes:

@@ -39,6 +39,9 @@ DEVICES = (
 )
 _SYNONYMS = {"gpu": "cuda", "hip": "cuda", "rccl": "nccl"}
 
+# Names that people type for a profile.
+_SHORT_NAMES = {"gloo": "gloo-cpu", "nccl-cuda": "nccl"}
+
 # The device of each backend that supports only one.
 _DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}
 
@@ -259,6 +262,56 @@ def recorded_profile(header: Mapping[str, Any]) -> Profile:
     )
 
 
+def only_device(backend: str) -> str | None:
+    """Return the device of a backend that takes only one, or None."""
+    return _DEVICES.get(backend)
+
+
+def require_known_profile(name: str) -> None:
+    """Refuse the name of a profile that torch's backends and devices do not have.
+
+    Raises:
+        UsageError: there is no such profile; the message has the most similar name.
+    """
+    known = ["nccl", SHARED]
+    known += [
+        f"{backend}-{device}"
+        for backend in BACKENDS
+        for device in DEVICES
+        if backend != "nccl" and device == _DEVICES.get(backend, device)
+    ]
+    if name in known:
+        return
+    near = [_SHORT_NAMES[name]] if name in _SHORT_NAMES else []
+    near += difflib.get_close_matches(name, known, n=1)
+    suggestion = f"; did you mean {near[0]}?" if near else "; a name is BACKEND-DEVICE, or nccl"
+    raise UsageError(f"--require-profile {name}: no such profile{suggestion}")
+
+
+def _options_for(name: str) -> str:
+    """Return the advice on options after which a run has this profile."""
+    if name == GLOO_CPU.name:
+        return "leave --backend and --device out"
+    if name in ("nccl", SHARED):
+        return "pass --backend nccl"
+    backend, _, device = name.partition("-")
+    options = [] if backend == GLOO_CPU.backend else [f"--backend {backend}"]
+    if device != _DEVICES.get(backend, "cpu"):
+        options.append(f"--device {device}")
+    return f"pass {' '.join(options)}"
+
+
+def _difference(required: str, chosen: Profile, final: bool) -> str:
+    """Return the advice of a run that has another profile than the required one; '' for none."""
+    if not final:
+        return f"; {_options_for(required)}"
+    if (required, chosen.name) == ("nccl", SHARED):
+        return "; nccl needs a GPU for each rank"
+    if (required, chosen.name) == (SHARED, "nccl"):
+        return "; ranks share GPUs only if there are fewer GPUs than ranks"
+    return ""
+
+
 def require(required: str | None, chosen: Profile, *, final: bool = True) -> None:
     """Compare the profile with the one that ``--require-profile`` names.
 
@@ -277,4 +330,5 @@ def require(required: str | None, chosen: Profile, *, final: bool = True) -> Non
     if required and required not in possible:
         raise RequiredProfileError(
             f"--require-profile {required}: the profile of this run is {chosen.name}"
+            f"{_difference(required, chosen, final)}"
         )

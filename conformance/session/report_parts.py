@@ -26,6 +26,9 @@ _SET_UP = (
     "factory of a state (docs/your-hook.md), and the use that the function makes of them on each "
     "rank"
 )
+# The line on an error that the subject raised, as run_failures writes it.
+_RAISED = re.compile(r"(rank \d+) raised ")
+_TRACEBACK = "the last line of the traceback that is in your file"
 # The runs at the start of a reason, as the engine writes them.
 _RUNS = re.compile(r"^\w+@\d+(?: and \w+@\d+)*(?: and \d+ more)?: ")
 
@@ -106,8 +109,9 @@ _OF_THE_KIT = (
 def remedy_of(rule: Rule, judgement: Judgement) -> str:
     """Return the advice on a failed rule.
 
-    A run that broke has stacks and collectives to look at first: the rule's own advice is about
-    wrong results, unless broken runs are its subject.
+    An error has a traceback, which says more than any rule. A run that broke in another way has
+    stacks and collectives to look at first: the rule's own advice is about wrong results, unless
+    broken runs are its subject.
     """
     is_about_broken_runs = bool(rule.blamed_for) or _LEFT_OUT in rule.remedy
     first = next(iter(judgement.failures), None)
@@ -115,6 +119,9 @@ def remedy_of(rule: Rule, judgement: Judgement) -> str:
         return _OF_THE_KIT
     if first and BEFORE_ITS_CALLS in first.actual:
         return _SET_UP if is_about_broken_runs else f"{_SET_UP}; then {rule.remedy}"
+    raised = _RAISED.match(first.actual) if first else None
+    if first and raised and first.evidence.get(raised[1], {}).get("traceback"):
+        return _TRACEBACK if is_about_broken_runs else f"{_TRACEBACK}; then {rule.remedy}"
     if first and first.evidence and not is_about_broken_runs:
         return f"{_BROKEN_RUN}; then {rule.remedy}"
     return rule.remedy

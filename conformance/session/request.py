@@ -20,7 +20,14 @@ from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.hosts.remote.rendezvous import parse_endpoint
 from conformance.scenarios.draws import LARGEST_SEED
 from conformance.scenarios.long_runs import FEWEST_ROUNDS
-from conformance.scenarios.profiles import Profile, recorded_profile, requested_profile, require
+from conformance.scenarios.profiles import (
+    Profile,
+    only_device,
+    recorded_profile,
+    requested_profile,
+    require,
+    require_known_profile,
+)
 from conformance.session.options import Options, flag
 from conformance.session.results import ResultPaths, require_writable, result_paths, set_aside
 from conformance.subjects.claims import AUTO, Claims, parse_claims
@@ -256,8 +263,8 @@ def _steps(options: Options, subject: SubjectSpec) -> int:
         return 0
     if subject.kind != HOOK:
         raise UsageError(
-            f"--steps {options.steps}: only hooks have a long run; leave --steps out for "
-            f"{KINDS[subject.kind].with_article}"
+            f"--steps {options.steps}: only the long run of a hook can be lengthened; leave "
+            f"--steps out for {KINDS[subject.kind].with_article}"
         )
     if not FEWEST_ROUNDS <= options.steps <= MOST_STEPS:
         raise UsageError(
@@ -270,8 +277,14 @@ def _steps(options: Options, subject: SubjectSpec) -> int:
 def _profile(options: Options, recorded: Mapping[str, Any] | None) -> Profile:
     if recorded:
         return recorded_profile(recorded["profile"])
+    if options.require_profile and not options.backend_import:
+        require_known_profile(options.require_profile)
     with profile_is_required(options):
-        profile = requested_profile(options.backend, options.device, options.backend_import)
+        try:
+            profile = requested_profile(options.backend, options.device, options.backend_import)
+        except ProfileError as error:
+            device = only_device(options.backend)
+            raise ProfileError(f"{error}; leave --device out, or pass --device {device}") from error
     require(options.require_profile, profile, final=False)
     return profile
 

@@ -97,30 +97,34 @@ def require_writable(path: Path) -> None:
     """
     reason = _reason_not_writable(path)
     if reason is not None:
-        raise UsageError(f"--certificate {path}: cannot be written ({reason})")
+        raise UsageError(f"--certificate {path}: {reason}; choose another path with --certificate")
 
 
 def _reason_not_writable(path: Path) -> str | None:
     try:
         if path.is_dir():
-            return "it is a folder"
+            return "cannot be written (it is a folder)"
         if path.exists() and not path.is_file():
-            return "it is no regular file"
+            return "cannot be written (it is no regular file)"
         if path.exists() and not os.access(path, os.W_OK):
-            return "permission denied"
+            return "cannot be written (permission denied)"
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
-        return str(error.strerror)
+        return f"cannot be written ({error.strerror})"
     if not folder.is_dir():
-        return f"{folder} is not a folder"
+        return f"cannot be written ({folder} is not a folder)"
     try:
         _write_probe(folder, path)
     except OSError as error:
-        return f"in {folder}: {error.strerror}"
+        # The file that is tried has the name of the certificate in its own; a folder has not.
+        is_file = path.name in str(error.filename)
+        if folder != path.absolute().parent and not is_file:
+            return f"the folder {path.parent} cannot be made ({error.strerror})"
+        return f"cannot be written (in {folder}: {error.strerror})"
     space = os.statvfs(folder)
     # Some file systems do not count their space, and report 0 of 0 blocks.
     if space.f_blocks and space.f_bavail == 0:
-        return "no space left"
+        return "cannot be written (no space left)"
     return None
 
 

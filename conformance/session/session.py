@@ -250,6 +250,8 @@ class Session:
         """Return the command that judges one rule again."""
         attach = f" --attach {self.options.attach}" if self.options.attach else ""
         drawn = f" --seed {self.request.seed}"
+        if set(self.request.world_sizes) != set(REQUIRED_WORLDS):
+            drawn += f" --world-size {','.join(map(str, self.request.world_sizes))}"
         if self.request.steps:
             drawn += f" --steps {self.request.steps}"
         return (

@@ -124,7 +124,7 @@ def _closing_lines(session: Session, conclusion: Conclusion) -> list[str]:
         return [*details, verdict, *certificate_lines(session)]
     lines = [verdict]
     if conclusion.verdict == "not certified":
-        lines.append("nothing failed; development run: no certificate")
+        lines.append("nothing failed, and there is no certificate:")
     lines += _cause_lines(session, conclusion)
     lines += proposal_lines(session, conclusion)
     return [*lines, *details]

@@ -5,6 +5,7 @@ else is derived from it: the parser, the text of claims in certificates and reco
 the help of ``--claims``, and the tables of claims in RULES.md and docs/your-hook.md.
 """
 
+import difflib
 import keyword
 import math
 import re
@@ -208,8 +209,10 @@ def _read(part: str, text: str, kind: Kind) -> tuple[Claim, Mapping[str, Any]]:
         raise _unreadable(text, kind)
     name = match["name"]
     if name not in kind.claims:
+        near = difflib.get_close_matches(name, kind.claims, n=1)
+        known = f"did you mean {near[0]}?" if near else f"known: {', '.join(kind.claims)}."
         raise UsageError(
-            f"--claims: {name!r} is not a claim of {kind.with_article}; known: {_known(kind)}"
+            f"--claims: {name!r} is not a claim of {kind.with_article}; {known} {_page(kind)}"
         )
     claim = kind.claims[name]
     try:
@@ -242,7 +245,7 @@ def _arguments(text: str) -> tuple[list[str], dict[str, Any]]:
 def _unreadable(text: str, kind: Kind) -> UsageError:
     return UsageError(
         f"--claims: cannot read {text!r}; type claims with commas between them; "
-        f"known: {_known(kind)}"
+        f"known: {', '.join(kind.claims)}. {_page(kind)}"
     )
 
 
@@ -266,8 +269,9 @@ def default_claims(kind: str, arguments: Mapping[str, Any]) -> Claims:
 # ---- Texts about claims
 
 
-def _known(kind: Kind) -> str:
-    return ", ".join(form.text for form in _forms(kind.claims.values()))
+def _page(kind: Kind) -> str:
+    page = "docs/your-hook.md" if kind.name == HOOK else "docs/other-kinds.md"
+    return f"{page} has their arguments"
 
 
 def _forms(claims: Iterable[Claim]) -> Iterator[Form]:

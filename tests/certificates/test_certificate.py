@@ -148,15 +148,15 @@ def test_only_files_of_the_kit_are_set_aside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        ("/proc/c.json", "(in /proc: No such file or directory)"),
-        ("/proc/x/c.json", "(in /proc: No such file or directory)"),
-        ("file/x/c.json", "file is not a folder)"),
-        ("file/c.json", "file is not a folder)"),
-        ("folder", "(it is a folder)"),
-        ("/dev/full", "(it is no regular file)"),
-        (f"{'n' * 300}/c.json", "File name too long)"),
-        (f"new/{'n' * 300}.json", "File name too long)"),
-        (f"{'n' * 300}.json", "(File name too long)"),
+        ("/proc/c.json", "cannot be written (in /proc: No such file or directory)"),
+        ("/proc/x/c.json", "the folder /proc/x cannot be made (No such file or directory)"),
+        ("file/x/c.json", "cannot be written ({}/file is not a folder)"),
+        ("file/c.json", "cannot be written ({}/file is not a folder)"),
+        ("folder", "cannot be written (it is a folder)"),
+        ("/dev/full", "cannot be written (it is no regular file)"),
+        (f"{'n' * 300}/c.json", "cannot be written (File name too long)"),
+        (f"new/{'n' * 300}.json", "cannot be written (in {}: File name too long)"),
+        (f"{'n' * 300}.json", "cannot be written (File name too long)"),
     ],
 )
 def test_the_reason_why_a_certificate_cannot_be_written(
@@ -168,8 +168,9 @@ def test_the_reason_why_a_certificate_cannot_be_written(
     assert set_aside(ResultPaths(path, tmp_path / "reports")) == []
     with pytest.raises(UsageError) as caught:
         require_writable(path)
-    assert str(caught.value).startswith(f"--certificate {path}: cannot be written (")
-    assert str(caught.value).endswith(reason)
+    assert str(caught.value) == (
+        f"--certificate {path}: {reason.format(tmp_path)}; choose another path with --certificate"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
 
 

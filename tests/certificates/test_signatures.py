@@ -363,6 +363,5 @@ def test_a_missing_library_is_named(
     )
     assert done.returncode == 4
     assert done.stderr.count("\n") == 1
-    assert "is not installed; install it with: python -m pip install 'ddp-conformance[sign]'" in (
-        done.stderr
-    )
+    install = "python -m pip install '/path/to/the/clone[sign]'"
+    assert f"is not installed; install it with: {install}" in done.stderr

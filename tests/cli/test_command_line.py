@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from conformance.__main__ import main
+from conformance.__main__ import COMMANDS, main
 from conformance.errors import ConformanceError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.judging.verdict import Verdict
@@ -122,7 +122,7 @@ def test_every_form(project: Path, form: str) -> None:
     words = [word for pair in options.items() for word in pair]
     done = run([*command, *words], cwd or project, PYTHONPATH=str(project))
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-    assert "development run: no certificate" in done.stdout
+    assert "nothing failed, and there is no certificate:\n  " in done.stdout
     assert done.returncode == 7
     assert not (project / "c.json").exists()
 
@@ -213,7 +213,15 @@ BAD: list[tuple[list[str], int, str]] = [
     (
         ["--hook", "mypkg:mean", "--certificate", "/proc/c.json"],
         4,
-        ("--certificate /proc/c.json: cannot be written"),
+        ("--certificate /proc/c.json: cannot be written (in /proc: "),
+    ),
+    (
+        ["--hook", "mypkg:mean", "--certificate", "/proc/x/c.json"],
+        4,
+        (
+            "--certificate /proc/x/c.json: the folder /proc/x cannot be made (No such file or "
+            "directory); choose another path with --certificate"
+        ),
     ),
     (
         ["--hook", "mypkg:mean", "--certificate", "/dev/full"],
@@ -280,7 +288,11 @@ def test_bad_input_is_an_error_of_one_line(
         [
             ([], 4, "no subject: pass --hook module:attribute"),
             (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
-            (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
+            (
+                ["--hook", "mypkg:maen"],
+                9,
+                "subject: --hook mypkg:maen: no attribute 'maen'; did you mean mean",
+            ),
             (
                 ["--hook", "mypkg:mean", "--hook", "mypkg:half"],
                 4,
@@ -422,7 +434,7 @@ def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str])
         project, "--hook", "mypkg:mean", "--world-size", "1", *narrowed, "--certificate", "c.json"
     )
     assert done.returncode == 7, done.stdout + done.stderr
-    assert "development run: no certificate" in done.stdout
+    assert "nothing failed, and there is no certificate:\n  " in done.stdout
     assert "left out" in done.stdout
     assert not (project / "c.json").exists()
 
@@ -444,6 +456,39 @@ def test_the_tests_of_a_project_are_no_rules(project: Path) -> None:
         "pytest --pyargs conformance --hook mypkg:mean\n" in done.stdout
     )
     assert "1 failed" not in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--averager", "--wrapper"])
+def test_an_option_of_the_kit_without_its_name(project: Path, option: str) -> None:
+    """Other suites may have an option of this name: only one that nothing declares is refused."""
+    (project / "test_own.py").write_text("def test_own():\n    assert False\n")
+    done = run([sys.executable, "-m", "pytest", option, "mypkg:mean,period=[1, 2]"], project)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert done.stderr == (
+        f"ERROR: {option} is an option of the conformance kit: add --pyargs conformance, as in "
+        f"pytest --pyargs conformance {option} 'mypkg:mean,period=[1, 2]'\n\n"
+    )
+    (project / "conftest.py").write_text(
+        f"def pytest_addoption(parser):\n    parser.addoption({option!r})\n"
+    )
+    (project / "test_own.py").write_text("def test_own():\n    pass\n")
+    done = run([sys.executable, "-m", "pytest", option, "mypkg:mean"], project)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hok", "mypkg:mean"], "--hok is no option; did you mean --hook?"),
+        (["--hook=mypkg:mean", "--worldsize=2"], "--worldsize is no option; did you mean --world-"),
+        (["--hook", "mypkg:mean", "--xyz"], "--xyz is no option. See python -m conformance"),
+    ],
+)
+def test_a_misspelt_option(project: Path, arguments: list[str], said: str) -> None:
+    done = certify(project, *arguments)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert done.stderr.startswith(f"ERROR: {said}")
+    assert done.stderr.endswith("See python -m conformance certify --help\n\n")
 
 
 def test_outside_a_clone_the_package_is_named(earlier: Path, project: Path) -> None:
@@ -511,6 +556,20 @@ def test_a_misspelt_command(
 ) -> None:
     assert main(arguments) == 4
     assert capsys.readouterr() == ("", f"{said}python -m conformance --help.\n")
+
+
+def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: python -m conformance COMMAND"
+    assert lines[2] == (
+        "  certify --hook module:attribute [options]  judge a subject, and write a certificate"
+    )
+    for name, command in COMMANDS.items():
+        (line,) = [line for line in lines if line.startswith(f"  {name} ") or line.strip() == name]
+        assert line.endswith(f"  {command.summary}")
+        assert len(line) <= 100
+    assert lines[-1] == "COMMAND --help has the options of a command."
 
 
 def test_the_help_of_certify_has_the_kits_options(capsys: pytest.CaptureFixture[str]) -> None:

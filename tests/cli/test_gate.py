@@ -95,7 +95,7 @@ def test_a_certificate_that_was_cut_short_anywhere_is_refused(
     for length in [0, 1, 2, *range(7, len(text), 211), len(text) - 1]:
         path.write_text(text[:length])
         code, lines = gate(path)
-        assert (code, lines[0]) == (1, f"refused: {path}: is cut short"), length
+        assert (code, lines[0]) == (1, f"refused: {path}: is cut short: copy it again"), length
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,7 @@ def test_another_golden_list_is_refused(body: Body, tmp_path: Path, gate: Any) -
         "was judged by the golden list 0000000000000000 of kit 0.0.9; "
         "the golden list of this kit is" in lines[0]
     )
+    assert lines[0].endswith("; certify again with this kit, or gate with the kit that wrote it")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,8 @@ def test_the_report_of_a_development_run_is_refused(body: Body, tmp_path: Path, 
     )
     flaw = (
         "is the report of a session, not a certificate "
-        "(not certified; world sizes 1, 3 were left out)"
+        "(not certified; world sizes 1, 3 were left out); give certificate.json, which a certified "
+        "run writes beside it"
     )
     assert gate(path) == (1, [f"refused: {path}: {flaw}", f"GATE REFUSES  {path}"])
 
@@ -340,7 +342,10 @@ WORSE: dict[str, tuple[Callable[[Body], object], str]] = {
         lambda b: b["subject"].update(state="mypkg:made,rank=4"),
         "changed subject: state none before, mypkg:made,rank=4 now",
     ),
-    "golden list": (lambda b: b["kit"].update({"golden_list": "00" * 32}), "renew the baseline"),
+    "golden list": (
+        lambda b: b["kit"].update({"golden_list": "00" * 32}),
+        "now; renew the baseline: gate --baseline FILE --renew NEW",
+    ),
     "profile": (
         lambda b: b["profile"].update(name="gloo-serialised"),
         "changed profile: gloo-cpu before, gloo-serialised now",

@@ -135,7 +135,7 @@ def test_a_development_run() -> None:
     body = report(certificate(), verdict="not certified", reasons=["world size 1 was left out"])
     page = session_markdown(body)
     assert page.startswith("### NOT JUDGED IN FULL `mypkg.hooks:half`")
-    assert "Nothing failed. A development run: no certificate." in page
+    assert "Nothing failed, and there is no certificate." in page
     assert "Because:\n\n- `world size 1 was left out`" in page
 
 

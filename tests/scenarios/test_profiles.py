@@ -35,6 +35,7 @@ from conformance.scenarios.profiles import (
 from conformance.session.adaptations import adapt_scenario
 from conformance.session.engine import Engine
 from conformance.session.options import Options
+from conformance.session.request import parse_request
 from conformance.session.run_sources import RunSource as Source
 from conformance.session.session import Session, select_rules
 from conformance.subjects.claims import default_claims, parse_claims
@@ -206,17 +207,52 @@ def test_another_profile_than_the_required_one_is_a_failure() -> None:
     require(SHARED, shared)
     require(None, shared)
     require(SHARED, NCCL, final=False)
-    for required, chosen, final in (
-        ("nccl", shared, True),
-        (SHARED, NCCL, True),
-        ("nccl", GLOO_CPU, False),
+    for required, chosen, final, advice in (
+        ("nccl", shared, True, "; nccl needs a GPU for each rank"),
+        (SHARED, NCCL, True, "; ranks share GPUs only if there are fewer GPUs than ranks"),
+        ("nccl", GLOO_CPU, False, "; pass --backend nccl"),
+        (SHARED, GLOO_CPU, False, "; pass --backend nccl"),
+        ("gloo-cpu", NCCL, False, "; leave --backend and --device out"),
+        ("gloo-cuda", NCCL, False, "; pass --device cuda"),
+        ("xccl-xpu", GLOO_CPU, False, "; pass --backend xccl"),
+        ("mpi-cuda", GLOO_CPU, False, "; pass --backend mpi --device cuda"),
+        ("gloo-cpu", NCCL, True, ""),  # records, which are judged again
     ):
         with pytest.raises(RequiredProfileError) as caught:
             require(required, chosen, final=final)
         assert caught.value.exit_code == 1
         assert str(caught.value) == (
-            f"--require-profile {required}: the profile of this run is {chosen.name}"
+            f"--require-profile {required}: the profile of this run is {chosen.name}{advice}"
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("gloo_cpu", "; did you mean gloo-cpu?"),
+        ("gloo", "; did you mean gloo-cpu?"),
+        ("nccl-cuda", "; did you mean nccl?"),
+        ("nccl-shared", "; did you mean nccl-shared-gpu?"),
+        ("fast", "; a name is BACKEND-DEVICE, or nccl"),
+    ],
+)
+def test_an_unknown_required_profile_is_a_usage_error(name: str, end: str) -> None:
+    options = Options(hook="mypkg:mean", require_profile=name)
+    with pytest.raises(UsageError) as caught:
+        parse_request(options)
+    assert str(caught.value) == f"--require-profile {name}: no such profile{end}"
+    # A module may register a backend of any name.
+    options = replace(options, backend="mine", backend_import="mypkg", require_profile="mine-cpu")
+    assert parse_request(options).profile.name == "mine-cpu"
+
+
+def test_a_device_that_the_backend_does_not_take() -> None:
+    with pytest.raises(ProfileError) as caught:
+        parse_request(Options(hook="mypkg:mean", backend="nccl", device="cpu"))
+    assert str(caught.value) == (
+        "profile nccl-cpu: not run: nccl takes tensors on cuda alone; leave --device out, or pass "
+        "--device cuda"
+    )
 
 
 def test_a_certificate_names_the_profile() -> None:

@@ -71,14 +71,10 @@ def test_a_certificate_of_an_earlier_call_is_set_aside(
     assert len(request.notes) == 1
 
 
-@pytest.mark.parametrize("form", ["arguments", "options"])
-def test_a_search_for_claims_is_refused(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_for_claims_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It certifies nothing: no rule may be judged as if the hook claimed to be exact."""
     from conformance import certify
     from conformance.errors import UsageError
-    from conformance.session.options import Options
     from conformance.session.session import Session
 
     def begin(session: Session) -> None:
@@ -87,12 +83,8 @@ def test_a_search_for_claims_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Session, "begin", begin)
     monkeypatch.setattr(Session, "start", lambda session: None)
-    options = Options(hook="mypkg:half", claims="auto")
     with pytest.raises(UsageError) as error:
-        if form == "options":
-            certify(options=options)
-        else:
-            certify("mypkg:half", claims="auto")
+        certify("mypkg:half", claims="auto")
     assert str(error.value) == (
         "claims='auto' proposes claims and certifies nothing: run python -m conformance certify "
         "--hook mypkg:half --claims auto, and pass the claims that you choose"

@@ -75,5 +75,9 @@ def test_steps_of_the_command_line() -> None:
     message = "--steps 7 is out of range: give a number from 1200 to 10000000"
     with pytest.raises(UsageError, match=message):
         read_request(Options(hook="m:f", steps=7))
-    with pytest.raises(UsageError, match="--steps 2000: only hooks have a long run"):
+    message = (
+        "--steps 2000: only the long run of a hook can be lengthened; leave --steps out for an "
+        "averager"
+    )
+    with pytest.raises(UsageError, match=message):
         read_request(Options(averager="m:f,period=4", steps=2000))

@@ -3,12 +3,15 @@
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from conformance.certificates.certificate import REQUIRED_WORLDS, conclude
+from conformance.certificates.certificate import REQUIRED_WORLDS, Conclusion, conclude
 from conformance.judging.rule import MUST
 from conformance.judging.verdict import Verdict
+from conformance.session.options import Options
 from conformance.session.report import write_report
 from conformance.session.session import Session
 from conformance.session.terminal import conclusion_lines, conclusion_text, failure_text
@@ -308,6 +311,16 @@ def test_a_development_run_names_its_reasons_once(made: Made) -> None:
     assert "  2.2, 2.3 were not run: judged only if 2.1 holds" in lines
 
 
+def test_a_whole_run_without_a_certificate_is_no_development_run(made: Made) -> None:
+    session = made()
+    reason = "node 1 was lost, and its runs were repeated on others"
+    lines = conclusion_lines(session, Conclusion(7, "not certified", [reason]))
+    start = lines.index("nothing failed, and there is no certificate:")
+    assert lines[start - 1].startswith("NOT JUDGED IN FULL  ")
+    assert lines[start + 1] == f"  {reason}"
+    assert not [line for line in lines if "development" in line]
+
+
 def test_a_broken_run_gets_advice_on_broken_runs_first(made: Made) -> None:
     broke = {"rank 0": {"exit": 70, "traceback": TRACEBACK}}
     session = made()
@@ -317,6 +330,35 @@ def test_a_broken_run_gets_advice_on_broken_runs_first(made: Made) -> None:
     assert f"then {remedy}\n" in text
     assert f"  Look at:      {remedy}\n" in failure_text(
         session, session.rules["2.2"], failed("2.2")
+    )
+
+
+@pytest.mark.parametrize("number", ["1.5", "2.2"])
+def test_an_error_of_the_subject_gets_advice_on_its_traceback(made: Made, number: str) -> None:
+    raised = {"rank 1": {"exit": 70, "traceback": TRACEBACK}}
+    actual = "rank 1 raised ValueError: no (in hook call 0, step 0)"
+    session = made()
+    rule = session.rules[number]
+    text = failure_text(session, rule, failed(number, actual, **raised))
+    assert "  Look at:      the last line of the traceback that is in your file\n" in text
+    assert "stacks of the ranks" not in text
+    # The remedy of a rule on broken runs is about runs without an error.
+    assert ("then " in text) == (number == "2.2")
+    assert (rule.remedy.split("; ")[0] in text) == (number == "2.2")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(None, ""), ("1,2,3,4", ""), ("3,2", " --world-size 2,3")]
+)
+def test_the_command_of_a_failure_repeats_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {} if given is None else {"world_size": given}
+    pool: Any = SimpleNamespace(interruptions=[])
+    session = Session.of(Options(hook="mypkg:half", seed=7, **sizes), pool, runs=False)
+    assert session.rerun("2.2") == (
+        f"pytest --pyargs conformance --hook mypkg:half --seed 7{shown} --rule 2.2"
     )
 
 

@@ -155,9 +155,10 @@ def test_the_text_of_claims(kind: str, typed: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("exakt", "'exakt' is not a claim of a hook; known: exact, rounded(float16), "),
-        ("rounded", "rounded takes one dtype"),
-        ("rounded(int8)", "rounded takes one dtype"),
+        ("exakt", "'exakt' is not a claim of a hook; did you mean exact? docs/your-hook.md"),
+        ("compresed", "'compresed' is not a claim of a hook; did you mean compressed? "),
+        ("rounded", "rounded takes one dtype, and ratio= if bytes are limited: rounded(float16), "),
+        ("rounded(int8)", "rounded takes float16 or bfloat16, not int8"),
         ("sum(2)", "sum takes no arguments"),
         ("sum, sum", "'sum' is given twice"),
         ("exact, sum", "exact contradicts sum"),
@@ -254,11 +255,17 @@ def test_tables_name_the_rules_that_hold_subjects_to_claims(rules: dict[str, Rul
 def test_errors_list_all_claims_of_the_kind(kind: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_claims("foo", kind)
-    start = f"--claims: 'foo' is not a claim of {KINDS[kind].with_article}; known: "
-    assert str(error.value).startswith(start)
-    known = str(error.value).removeprefix(start)
-    forms = [form.text for claim in KINDS[kind].claims.values() for form in claim.forms]
-    assert known == ", ".join(forms)
+    page = "docs/your-hook.md" if kind == "hook" else "docs/other-kinds.md"
+    assert str(error.value) == (
+        f"--claims: 'foo' is not a claim of {KINDS[kind].with_article}; known: "
+        f"{', '.join(KINDS[kind].claims)}. {page} has their arguments"
+    )
+    with pytest.raises(UsageError) as error:
+        parse_claims(",", kind)
+    assert str(error.value) == (
+        "--claims: cannot read ','; type claims with commas between them; known: "
+        f"{', '.join(KINDS[kind].claims)}. {page} has their arguments"
+    )
 
 
 def test_the_help_names_all_claims() -> None:

@@ -89,7 +89,9 @@ EXACT = Claim(
 
 def _read_rounded(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     ratio = read_ratio(options)
-    if len(args) != 1 or args[0] not in ROUNDED_DTYPES or options:
+    if len(args) == 1 and args[0] not in ROUNDED_DTYPES:
+        raise ValueError(f"takes {' or '.join(ROUNDED_DTYPES)}, not {args[0]}")
+    if len(args) != 1 or options:
         raise ValueError(
             "takes one dtype, and ratio= if bytes are limited: "
             "rounded(float16), rounded(bfloat16, ratio=0.5)"
