@@ -44,6 +44,8 @@ HERE = {
     "python -m conformance compare conformance-results/*/certificate.json": 0,
     f"{GATE} --baseline conformance-baseline.json conformance-results/certificate.json": 0,
     f"{GATE} --baseline conformance-baseline.json --renew conformance-results/certificate.json": 0,
+    f"{GATE} --baseline conformance-baseline.json --renew certificate.json": 0,
+    f"{GATE} --baseline conformance-baseline.json certificate.json": 0,
     f"{GATE} --baseline conformance-baseline.json "
     "conformance-results/mypkg_compressed/certificate.json": 0,
     "python -m conformance summary conformance-results/mypkg_compressed/report.json": 0,
@@ -79,6 +81,7 @@ ELSEWHERE = {
     "pytest conformance/ --hook mypkg:my_hook": _FORM,
     "pytest conformance/ --hook mypkg.hooks:my_hook": _FORM,
     "pytest --pyargs conformance --hook mypkg.hooks:my_hook": _FORM,
+    "pytest --pyargs conformance --hook mypkg.hooks:my_hook --certificate certificate.json": _FORM,
     "python -m conformance certify": _FORM,
     "python -m conformance certify --hook mypkg.hooks:my_hook": _FORM,
     "pytest --pyargs conformance --setup mypkg.conformance_setup:setup --claims compressed": (
@@ -125,6 +128,7 @@ NOT_RUN = {
         _INSTALLS
     ),
     "python -m pip install /path/to/the/clone": _INSTALLS,
+    "python -m pip install tox": _INSTALLS,
     "python -m pip install '/path/to/the/clone[sign]'": _INSTALLS,
     "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu": (
         "needs the network"
@@ -190,6 +194,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         written(folder / results / "certificate.json", body)
         written(folder / results / "report.json", body)
     written(folder / "conformance-baseline.json", body)
+    written(folder / "certificate.json", body)
     return folder
 
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -202,13 +203,13 @@ def _callable(hook: Any, option: str) -> Any:
     return hook
 
 
-def _require_no_factory(hook: Any, option: str) -> None:
+def _require_no_factory(hook: Any, target: str) -> None:
     """Raise an error if a hook takes what factories take, and no bucket."""
     names = [parameter.name for parameter in _parameters_of(hook)]
     if names and all(_canonical(name) in CONTEXT_NAMES for name in names):
         raise TargetError(
-            f"{option} takes ({', '.join(names)}), and not (state, bucket): if it makes a hook, "
-            f"call it: {option}()"
+            f"--hook {target} takes ({', '.join(names)}), and not (state, bucket): if it makes a "
+            f"hook, call it: --hook {shlex.quote(f'{target}()')}"
         )
 
 
@@ -294,7 +295,7 @@ def describe(spec: SubjectSpec) -> dict[str, Any]:
         # state may need a rank.
         _hook_and_maker(resolved, {}, f"--hook {spec.hook}")
     elif inspect.isroutine(resolved.hook):
-        _require_no_factory(resolved.hook, f"--hook {spec.hook}")
+        _require_no_factory(resolved.hook, str(spec.hook))
     function = resolved.function
     # The code may lie in another module than the one that the target names.
     while isinstance(function, functools.partial):

@@ -223,7 +223,7 @@ def test_another_kind_is_resolved_by_the_same_function() -> None:
         ("wild:number", "an int is no hook"),
         ("wild:with_no_call", "an object is no hook"),
         ("wild:hok", "did you mean hook"),
-        ("wild:make_on_group", r"call it: --hook wild:make_on_group\(\)"),
+        ("wild:make_on_group", r"a hook, call it: --hook 'wild:make_on_group\(\)'$"),
         ("wild:Stateful.metod", "did you mean method"),
         ("wilder:hook", "there is no module 'wilder'"),
         ("wild:make,scalar=2", "unexpected keyword argument 'scalar'"),
