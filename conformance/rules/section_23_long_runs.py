@@ -206,7 +206,7 @@ def mixing(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.optim; Kingma and Ba, Adam, ICLR 2015: bias corrections",
     remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset; "
     "a learning rate of the trainer's optimizer that is not read in each step, or is replaced by a "
-    "default if it is 0; "
+    "default if it is 0; a parameter group that was taken before optimizer.load_state_dict; "
     "an option that ends after some steps; a size without its upper or lower limit; "
     "state that is a parameter's .grad and no copy of it; a copy of the weights that the hook "
     "steps in place of the parameters",
@@ -220,9 +220,10 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     1e-6 a step, lost in the roundings of float32, shows there. For 110 to 140 steps gradients are
     the same, so that the sizes that an optimizer keeps grow to their limits. The learning rate of
     the trainer's optimizer begins at 1.25 to 2 times the claimed one, and falls; for 5 to 40 steps
-    it is 2 to 4 times as large as before, and for as many, unless results are lossy, it is 0. A
-    hook steps at the claimed rate throughout, or at the trainer's rate of each step. The bound is
-    64 units in the last place of the sum of all changes, and two of the value.
+    it is 2 to 4 times as large as before, and for as many, unless results are lossy, it is 0. One
+    to three times the optimizer loads its own state, so that its parameter groups are new
+    dictionaries. A hook steps at the claimed rate throughout, or at the trainer's rate of each
+    step. The bound is 64 units in the last place of the sum of all changes, and two of the value.
     """
     record = LongRecord(run, claims)
     if run.scenario.long_run.steps_per_round > 1 and claims.lossy:

@@ -13,6 +13,9 @@ it has held back, or to communicate less as the rate falls. Rates are drawn from
     rises           of fused hooks, 5 to 40 steps at two to four times the rate before them, as
                     after a restart; neither rises nor rests are in the run's first or last eighth
     short runs      0.05 to 0.5 in all steps; of fused hooks the rate that they claim
+    loads           of fused hooks, one to three times before the last eighth of the run, and once
+                    before the rise, the optimizer loads the state that it has: as in a resumed
+                    training, its parameter groups are new dictionaries then
 """
 
 import random
@@ -28,6 +31,7 @@ MILESTONES = 4
 FALLS = 5
 FALLS_OF_LOCAL = 20
 STRETCH = (5, 40)  # steps
+LOADS = (1, 3)
 RISE = (2.0, 4.0)
 
 
@@ -73,6 +77,19 @@ def _put_stretches(rates: list[float], draws: random.Random, *, rests: bool) -> 
         rate = 0.0 if is_rest else rates[begin - 1] * draws.uniform(*RISE)
         if rests or not is_rest:
             rates[begin : begin + length] = [rate] * length
+
+
+@lru_cache(maxsize=16)
+def optimizer_loads(scenario: Scenario) -> tuple[int, ...]:
+    """Return the steps of a long run before which the trainer's optimizer loads its own state."""
+    rates = learning_rates(scenario)
+    if not scenario.fused or not rates:
+        return ()
+    draws = generator(scenario, "loads of the optimizer")
+    rise = next(step for step in range(1, len(rates)) if 0 < rates[step - 1] < rates[step])
+    before_rise = draws.randrange(1, rise + 1)
+    others = draws.sample(range(1, len(rates) * 7 // 8), draws.randint(*LOADS) - 1)
+    return tuple(sorted({before_rise, *others}))
 
 
 def with_learning_rates(scenario: Scenario, *, is_local: bool, is_lossy: bool) -> Scenario:

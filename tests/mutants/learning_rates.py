@@ -168,6 +168,28 @@ class RateOrDefault(RateWhenMade):
         self.rate = self.now() or _CLAIMED
 
 
+class RateOfFirstGroup(RateWhenMade):
+    """It keeps the parameter group that the trainer's optimizer had when this state was made."""
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(process_group, optimizer)
+        self.options = optimizer.param_groups[0]
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.options["lr"]
+
+
+class RateOfFirstGroups(RateWhenMade):
+    """It keeps the list of parameter groups, which a load replaces as well."""
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(process_group, optimizer)
+        self.groups = optimizer.param_groups
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.groups[0]["lr"]
+
+
 def steps_at_the_rate_of_its_state(state: RateWhenMade, bucket: Bucket) -> Result:
     """Average, and step SGD at the rate that the state has."""
     if not is_dense(bucket) or any(p.is_complex() for p in bucket.parameters()):
@@ -215,6 +237,8 @@ MUTANTS = [
             "RateWhileItRises",
             "RateWhileItFalls",
             "RateOrDefault",
+            "RateOfFirstGroup",
+            "RateOfFirstGroups",
         )
     ),
 ]

@@ -6,9 +6,11 @@ import pytest
 
 from conformance.scenarios.learning_rates import (
     FIRST_RATES,
+    LOADS,
     RISE,
     STRETCH,
     learning_rates,
+    optimizer_loads,
     rate_of_short_runs,
 )
 from conformance.scenarios.long_runs import ENDURANCE
@@ -35,6 +37,21 @@ def test_rates_of_fused_hooks_rest_and_rise_once(seed: int) -> None:
     step, factor = rises[0]
     assert RISE[0] <= factor <= RISE[1] + 1e-9
     assert len(rates) // 8 <= step + 1 < len(rates) * 7 // 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_optimizers_of_fused_hooks_load_their_state_before_rates_rise(seed: int) -> None:
+    scenario = adapt_scenario(ENDURANCE, parse_claims("fused(SGD, lr=0.1)"), seed=seed)
+    rates = learning_rates(scenario)
+    loads = optimizer_loads(scenario)
+    assert 1 <= len(loads) <= LOADS[1]
+    assert loads[0] > 0
+    assert loads[-1] < len(rates) * 7 // 8
+    assert any(0 < rates[step - 1] < rates[step] for step in range(loads[0], len(rates)))
+
+
+def test_optimizers_of_other_hooks_load_nothing() -> None:
+    assert optimizer_loads(adapt_scenario(ENDURANCE, parse_claims("exact"), seed=3)) == ()
 
 
 @pytest.mark.parametrize("claims", ["local", "compressed(delta=0.25)"])

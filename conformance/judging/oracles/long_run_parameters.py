@@ -18,7 +18,7 @@ from conformance.judging.oracles.long_runs import LongRecord, pattern
 from conformance.judging.oracles.optimizer_claim import make_optimizer
 from conformance.judging.verdict import Found
 from conformance.scenarios.evaluations import loaded_rounds
-from conformance.scenarios.learning_rates import learning_rates
+from conformance.scenarios.learning_rates import learning_rates, optimizer_loads
 
 ROUNDINGS = 64
 ROUNDINGS_OF_VALUE = 2
@@ -68,6 +68,8 @@ def _require_rank(
     place = record.place(rank, number, index)
     if number in loaded:
         place += f" (those after step {record.last_step(loaded[number])} were loaded before it)"
+    if nearest.rates:
+        place += _after_loads(record, number)
     at_rate = " at the learning rate of the trainer's optimizer" if nearest.rates else ""
     right = float(nearest.right[index][number, element])
     return found.require(
@@ -75,6 +77,15 @@ def _require_rank(
         f"as {record.claims.fused} leaves it{at_rate}: {right:.9g}",
         f"{place}: {float(values[index][number, element]):.9g}",
         pattern(nearest.wrong[index].any(1), record),
+    )
+
+
+def _after_loads(record: LongRecord, number: int) -> str:
+    """Return in words that the trainer's optimizer had loaded its state before a round, or ''."""
+    steps = optimizer_loads(record.run.scenario)
+    before = [step for step in steps if step <= record.last_step(number)]
+    return f" (the trainer's optimizer had loaded its state before step {before[-1]})" * bool(
+        before
     )
 
 

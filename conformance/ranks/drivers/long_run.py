@@ -8,7 +8,8 @@ the results of all steps go into one tensor for each parameter.
 Now and then the model is evaluated, or values are loaded into it (``scenarios/evaluations.py``).
 Some steps have several forwards (``scenarios/forwards.py``).
 The optimizer's steps change nothing, and the kit moves the parameters in its place
-(``scenarios/parameter_moves.py``). Its learning rate changes (``scenarios/learning_rates.py``).
+(``scenarios/parameter_moves.py``). Its learning rate changes, and it loads its own state
+(``scenarios/learning_rates.py``).
 """
 
 import gc
@@ -29,7 +30,7 @@ from conformance.scenarios.evaluations import Evaluation, evaluations, loaded_ro
 from conformance.scenarios.feed import Key, feed_of
 from conformance.scenarios.forwards import Forwards, forwards_of
 from conformance.scenarios.gradients import lay_out
-from conformance.scenarios.learning_rates import learning_rates
+from conformance.scenarios.learning_rates import learning_rates, optimizer_loads
 from conformance.scenarios.model import Scenario
 
 # The counts of the process are taken at so many places after the warm-up, evenly spaced.
@@ -83,6 +84,7 @@ class LongRunTrainer:
         self._forwards = forwards_of(scenario)
         self._loaded_rounds = loaded_rounds(scenario) if scenario.fused else {}
         self._rates = learning_rates(scenario)
+        self._optimizer_loads = optimizer_loads(scenario)
         self._gradients: dict[Key, Gradients] = {}
         # Sums of several steps are exact in float64 if the results are.
         is_sum = scenario.long_run.steps_per_round > 1
@@ -132,6 +134,9 @@ class LongRunTrainer:
         )
 
     def _step(self, step: int, key: Key) -> None:
+        if step in self._optimizer_loads:
+            with self._doing("load_state"):
+                self._model.load_optimizer()
         if self._rates:
             self._model.set_learning_rate(self._rates[step])
         self._begin_step(step, key[0])

@@ -1,5 +1,6 @@
 """A model under DDP, its optimizer, and the subject registered on it. Runs in ranks only."""
 
+import copy
 import functools
 import inspect
 import pickle
@@ -99,6 +100,13 @@ class DDPModel:
         """Set the learning rate, as a scheduler does between two steps."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    def load_optimizer(self) -> None:
+        """Have the trainer's optimizer load its own state, as a resumed training does.
+
+        Its parameter groups are new dictionaries then, with the same values.
+        """
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def set_checkpoints(self, number: int) -> None:
         """Give the next forwards of a probe so many reentrant checkpoints."""
