@@ -5,6 +5,7 @@ seed; the requirements name the ranges (``scenarios/draws.py``). All ranks are o
 node is what the variables of torchrun describe.
 """
 
+from conformance.judging.oracles import lossy
 from conformance.judging.oracles.clusters import cause_in_nodes
 from conformance.judging.requirements import (
     require_meeting,
@@ -42,6 +43,8 @@ def _require_results(run: Run, claims: Claims, found: Found) -> None:
         require_optimizer(run, claims, found)
     elif claims.lossy == LOCAL:
         require_meeting(run, claims, found)
+    else:
+        lossy.require_noise_of_group(run, claims, found)
 
 
 @rule(
@@ -73,7 +76,8 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. Compression without
     feedback gets steps in which one rank's gradients are far larger than those of the others, here
     and in 24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes
-    meet within 24 steps, and get the mean over all ranks at a claimed period.
+    meet within 24 steps, and get the mean over all ranks at a claimed period; under
+    ``unbiased(noise=d)`` there is the noise of as many ranks, here, in 24.2 and in 24.4.
     """
     _require_results(run, claims, found)
 
@@ -154,6 +158,8 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
         require_optimizer(run, claims, found)
     if claims.lossy == LOCAL:
         require_meeting(run, claims, found)
+    else:
+        lossy.require_noise_of_group(run, claims, found)
 
 
 @rule(

@@ -191,7 +191,8 @@ def _add_norm_ratios(run: Run, found: Found) -> None:
     needs=("2.1",),
     source="pytorch#53866, pytorch#53793; a third of hooks in the wild use WORLD",
     remedy="collectives without group=, dist.get_world_size() and get_rank() without the group, "
-    "root ranks in global numbers; if WORLD is meant, claim world_only",
+    "root ranks in global numbers, noise that is divided by the ranks of WORLD; if WORLD is meant, "
+    "claim world_only",
 )
 def process_group(run: Run, claims: Claims, found: Found) -> None:
     """A model on a subgroup of WORLD gets the mean over that group, while another group trains at
@@ -199,9 +200,11 @@ def process_group(run: Run, claims: Claims, found: Found) -> None:
 
     Ranks within the groups differ from global ranks. The hook gets the group from its state
     factory, or as its state. A subject that claims ``world_only`` must average over WORLD instead:
-    this rule holds that claim to account.
+    this rule holds that claim to account. Under ``unbiased(noise=d)`` the noise is that of a group
+    of this size.
     """
-    require_steps(run, claims, found, run.steps("crafted"))
+    if require_steps(run, claims, found, run.steps("crafted")):
+        lossy.require_noise_of_group(run, claims, found)
 
 
 @rule(

@@ -94,12 +94,38 @@ def noise_of_one_rank_divided(state: Noise, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+def noise_by_world(state: Noise, bucket: Bucket) -> Result:
+    """Divide the gradients by the number of ranks of the group, and the noise by that of WORLD."""
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        raise TypeError("dense real gradients only")
+    buffer = bucket.buffer().div_(state.group.size())
+    if dist.get_rank(state.group) == 0:
+        noise = torch.randn(buffer.shape, generator=state.draws, dtype=torch.float64)
+        buffer.add_((noise * (_NOISE / dist.get_world_size())).to(buffer.dtype))
+    return sum_of(buffer, state.group)
+
+
+def noise_of_rank_0_of_world(state: Noise, bucket: Bucket) -> Result:
+    """Add the noise on rank 0 of WORLD, which may not be in the group."""
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        raise TypeError("dense real gradients only")
+    buffer = bucket.buffer()
+    if dist.get_rank() == 0:
+        noise = torch.randn(buffer.shape, generator=state.draws, dtype=torch.float64)
+        buffer.add_((noise * _NOISE).to(buffer.dtype))
+    return average(bucket, state.group)
+
+
 _OF_ONE = f"unbiased(noise={_NOISE}, ranks=1)"
 
 MUTANTS = [
     *(
         Mutant(name, ("8.3",), _OF_ONE, f"{__name__}:Noise", worlds=(3,))
         for name in ("noise_of_each_rank", "noise_of_one_rank_divided")
+    ),
+    *(
+        Mutant(name, ("2.7",), _OF_ONE, f"{__name__}:Noise")
+        for name in ("noise_by_world", "noise_of_rank_0_of_world")
     ),
     _noisy("adds_noise", "4.1", "SparesTheUnused"),
     _noisy("adds_noise", "23.1", "Noise,half_life=700"),

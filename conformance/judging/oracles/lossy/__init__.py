@@ -167,6 +167,7 @@ from conformance.judging.oracles.lossy.common import (
 from conformance.judging.oracles.lossy.noise import (
     require_noise,
     require_noise_of_all,
+    require_noise_of_group,
     require_noise_of_parameter,
 )
 from conformance.judging.oracles.mean import mean
@@ -263,6 +264,7 @@ __all__ = [
     "require_mixing",
     "require_noise",
     "require_noise_of_all",
+    "require_noise_of_group",
     "require_noise_of_parameter",
     "require_other_numbers",
     "require_period",

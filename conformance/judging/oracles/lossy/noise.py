@@ -94,3 +94,20 @@ def require_noise_of_parameter(
             cause,
         )
         found.checked(len(error))
+
+
+def require_noise_of_group(run: Run, claims: Claims, found: Found) -> None:
+    """Require the claimed noise, if there is any, in every parameter of a model on a group."""
+    if not claims.noise:
+        return
+    for index in range(len(run.scenario.params)):
+        require_noise_of_parameter(
+            run,
+            claims,
+            found,
+            index,
+            "noise that is divided by the number of ranks of WORLD, or that no rank of the group "
+            "adds",
+        )
+        if found.failures:
+            return
