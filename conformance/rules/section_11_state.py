@@ -42,7 +42,7 @@ from conformance.subjects.claims import DIFFERENCE, Claims
 )
 def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """If another model with a hook and a state of its own trains in the same process, the bits are
-    the same as for a model alone.
+    the same as for a model alone. Of a fused hook the other model's optimizer has another rate.
 
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.
@@ -331,9 +331,9 @@ _OLD_UNITS = "residuals, velocities or estimates are still in units of the old l
     since="1.6",
     source="generators and discriminators, actors and critics, distillation: one loss, and one "
     "backward through several models under DDP",
-    remedy="buffers, lists of pending work and counters that a module or a class keeps between two "
-    "calls, and the group or its size: the next call may be for a bucket of the other model, even "
-    "of the same group, number, dtype and size",
+    remedy="buffers, lists of pending work and counters that modules or classes keep between two "
+    "calls, and the group, its size or the optimizer: the next call may be for the other "
+    "model, and a bucket of the same group, number, dtype and size",
 )
 def joint(run: Run, claims: Claims, found: Found) -> None:
     """The losses of two models are added, and one backward goes through both. Each model has a hook
@@ -343,7 +343,9 @@ def joint(run: Run, claims: Claims, found: Found) -> None:
     In one run a model is on WORLD, of three or four ranks, and the other one on a group of all of
     them but one, as experts are beside dense layers: each callback belongs to the group of its own
     call. In the other run two models of the same shapes, as twin critics are, have the same group,
-    so that each bucket has a like one with the same number.
+    so that each bucket has a like one with the same number. Of a fused hook, the trainer's
+    optimizers for the two models have different rates (``scenarios/learning_rates.py``): each model
+    is stepped at the rate that is claimed, or at that of its own optimizer.
 
     Under ``world_only`` the models of the second run alone are judged.
     A subject given as one object, instead of its class or factory, is shared by both models on

@@ -180,7 +180,7 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     """Every rank trains two models in turns. One is on WORLD, and one is on a group with some of
     the ranks. In another run the two models of a rank are on groups of the same size, two or three,
     with other ranks: the one on 0 and 1, the other on 0 and 2. Each gets the mean over its own
-    group.
+    group, and of a fused hook its own rate, as in 11.7.
 
     Four ranks of WORLD are on two equal nodes, of which the other model's groups have unequally
     many ranks; three are on unequal nodes, as those of the second run are.

@@ -13,6 +13,8 @@ it has held back, or to communicate less as the rate falls. Rates are drawn from
     rises           of fused hooks, 5 to 40 steps at two to four times the rate before them, as
                     after a restart; neither rises nor rests are in the run's first or last eighth
     short runs      0.05 to 0.5 in all steps; of fused hooks the rate that they claim
+    two models      of fused hooks; the optimizer of one of them has 1.5 to 3 times the rate that
+                    they claim, or that part of it: in half of the scenarios that of the twin
     loads           of fused hooks, one to three times before the last eighth of the run, and once
                     before the rise, the optimizer loads the state that it has: as in a resumed
                     training, its parameter groups are new dictionaries then
@@ -32,6 +34,9 @@ FALLS = 5
 FALLS_OF_LOCAL = 20
 STRETCH = (5, 40)  # steps
 LOADS = (1, 3)
+OTHER_RATE = (1.5, 3.0)  # of one of two models
+# The twin has the rate that is claimed, and the model another one.
+_MODEL_HAS_OTHER_RATE = ("joint_alike", "equal_groups")
 RISE = (2.0, 4.0)
 
 
@@ -42,6 +47,16 @@ def rate_of_short_runs(scenario: Scenario) -> float:
     """
     draws = random.Random(f"{scenario.session_seed}/learning rate")
     return draws.uniform(*FIRST_RATES)
+
+
+def rate_of_fused(scenario: Scenario, *, of_twin: bool) -> float:
+    """Return the rate of the optimizer of a fused hook's model, or of its twin."""
+    rate = scenario.fused_rate
+    if not scenario.twin or of_twin == (scenario.name in _MODEL_HAS_OTHER_RATE):
+        return rate
+    draws = generator(scenario, "learning rate of another model")
+    factor = draws.uniform(*OTHER_RATE)
+    return rate * draws.choice((factor, 1 / factor))
 
 
 @lru_cache(maxsize=16)

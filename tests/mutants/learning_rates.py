@@ -1,6 +1,7 @@
 """Mutants of section 23 that follow the optimizer's learning rate, or the length of gradients.
 
-Those of 23.6 step the parameters at a rate of the trainer's optimizer that is no longer its rate.
+Those of 23.6 step the parameters at a rate of the trainer's optimizer that is no longer its rate,
+and those of 11.1 and 11.7 at that of another model's optimizer.
 """
 
 from collections.abc import Callable
@@ -190,6 +191,39 @@ class RateOfFirstGroups(RateWhenMade):
         self.rate = self.groups[0]["lr"]
 
 
+class RateOfTheLast(RateWhenMade):
+    """Its class has the optimizer of the state that was made last, of whatever model."""
+
+    latest: torch.optim.Optimizer
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        RateOfTheLast.latest = optimizer
+        super().__init__(process_group, optimizer)
+
+    def now(self) -> float:
+        return float(self.latest.param_groups[0]["lr"])
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.now()
+
+
+class RateOfTheFirst(RateWhenMade):
+    """Its class has the optimizer of the state that was made first, of whatever model."""
+
+    earliest: torch.optim.Optimizer | None = None
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        RateOfTheFirst.earliest = self.earliest or optimizer
+        super().__init__(process_group, optimizer)
+
+    def now(self) -> float:
+        assert self.earliest is not None
+        return float(self.earliest.param_groups[0]["lr"])
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.now()
+
+
 def steps_at_the_rate_of_its_state(state: RateWhenMade, bucket: Bucket) -> Result:
     """Average, and step SGD at the rate that the state has."""
     if not is_dense(bucket) or any(p.is_complex() for p in bucket.parameters()):
@@ -227,18 +261,20 @@ MUTANTS = [
     *(
         Mutant(
             "steps_at_the_rate_of_its_state",
-            ("23.6",),
+            rules,
             "fused(SGD, lr=0.1)",
             f"{__name__}:{state}",
         )
-        for state in (
-            "RateWhenMade",
-            "RateOfSomeSteps,period=90",
-            "RateWhileItRises",
-            "RateWhileItFalls",
-            "RateOrDefault",
-            "RateOfFirstGroup",
-            "RateOfFirstGroups",
+        for state, rules in (
+            ("RateWhenMade", ("23.6",)),
+            ("RateOfSomeSteps,period=90", ("23.6",)),
+            ("RateWhileItRises", ("23.6",)),
+            ("RateWhileItFalls", ("23.6",)),
+            ("RateOrDefault", ("23.6",)),
+            ("RateOfFirstGroup", ("23.6",)),
+            ("RateOfFirstGroups", ("23.6",)),
+            ("RateOfTheLast", ("11.1",)),
+            ("RateOfTheFirst", ("11.7", "24.5")),
         )
     ),
 ]

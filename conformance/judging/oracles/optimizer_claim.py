@@ -73,6 +73,13 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
     }
 
 
+def at_rate(text: str, rate: float) -> str:
+    """Return the text of the same optimizer with another learning rate."""
+    name, options = _read(text)
+    written = ", ".join(f"{option}={value!r}" for option, value in (options | {"lr": rate}).items())
+    return f"{name}({written})"
+
+
 def has_vectors_apart(text: str) -> bool:
     """Whether vectors have another weight decay than other parameters."""
     return NO_DECAY in _read(text)[1]

@@ -93,7 +93,13 @@ class HookDriver(RankDriver):
         self.twin: Twin | None = None
         if self.scenario.twin:
             with self.doing(MODEL_MADE):
-                model = DDPModel(self.scenario, self.twin_group, self.device, names_group=named)
+                model = DDPModel(
+                    self.scenario,
+                    self.twin_group,
+                    self.device,
+                    names_group=named,
+                    is_twin=True,
+                )
             self.twin = Twin(
                 self.scenario,
                 model,

@@ -24,7 +24,7 @@ from conformance.ranks.resolve import Context, Resolved, call_with_names, make_h
 from conformance.records.files import MODEL, MODEL_MADE, STATE
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.kept_gradients import zeroes_in_place
-from conformance.scenarios.learning_rates import learning_rates, rate_of_short_runs
+from conformance.scenarios.learning_rates import learning_rates, rate_of_fused, rate_of_short_runs
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
 
@@ -38,6 +38,7 @@ class DDPModel:
         device: the device of the model.
         names_group: pass the group to DDP, and to hooks as their state. As scripts do, the default
             group is not named.
+        is_twin: the model is the twin of another one.
 
     Attributes:
         scenario: the scenario.
@@ -59,8 +60,10 @@ class DDPModel:
         device: torch.device,
         *,
         names_group: bool,
+        is_twin: bool = False,
     ) -> None:
         self.scenario = scenario
+        self._is_twin = is_twin
         self._group = group
         self._names_group = names_group
         self._device = device
@@ -90,7 +93,7 @@ class DDPModel:
         if self.scenario.params:
             options = {"lr": rate_of_short_runs(self.scenario), "momentum": 0.0}
         if self.scenario.fused:
-            options["lr"] = self.scenario.fused_rate
+            options["lr"] = rate_of_fused(self.scenario, of_twin=self._is_twin)
         if self.scenario.long_run:
             options["lr"] = next(iter(learning_rates(self.scenario)), options["lr"])
         # One operation for each parameter, as the kit computes the values that are right.
