@@ -7,7 +7,12 @@ from conformance.judging.oracles.feedback import (
     require_near_estimates,
     require_small_loss,
 )
-from conformance.judging.requirements import require_optimizer, require_same, require_steps
+from conformance.judging.requirements import (
+    require_meeting,
+    require_optimizer,
+    require_same,
+    require_steps,
+)
 from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.twins import is_shared, require_models_and_twins
 from conformance.judging.verdict import Found
@@ -150,7 +155,8 @@ def _moved(name: str, steps: int) -> str:
     source="torch documentation, DistributedDataParallel: buckets are rebuilt after the first "
     "step, and a new process starts over",
     remedy="state that is kept by bucket, or by a parameter's address: keep it by the parameter's "
-    "place in the model; a rank or a number of ranks in the saved state: ask the group for it",
+    "place in the model; a rank or a number of ranks in the saved state: ask the group for it; a "
+    "number of the next step with other partners that is not in the state",
 )
 def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` the steps before and after the change of processes, taken as one
@@ -161,7 +167,9 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     its buckets after the first step: then there are two or more, whose largest size is drawn from
     the seed. So bits may differ here, and a parameter is not in the bucket from which its state was
     saved. The new processes save the loaded state and load it once more before their first step, as
-    jobs do that are preempted at once.
+    jobs do that are preempted at once. Under ``local`` three or four ranks save and load, each a
+    state of its own: they all meet within 24 steps after the load, and get the mean over all ranks
+    at a claimed period.
 
     Training scripts let rank 0 save, load that state on every rank, and may resume with another
     number of ranks: two save, and three or four resume. A hook that is neither lossy nor fused has
@@ -190,6 +198,10 @@ def _require_joined(saved: Run, resumed: Run, claims: Claims, found: Found) -> b
     require_steps(joined, claims, found, joined.steps("crafted"))
     if claims.fused:
         require_optimizer(joined, claims, found)
+    if claims.mixes and not found.failures:
+        require_meeting(joined, claims, found, first=at + 1)
+        if found.failures:
+            found.failures[-1].actual += " [after new processes have loaded the state]"
     return not found.failures
 
 

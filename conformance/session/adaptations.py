@@ -7,9 +7,7 @@ the subject at hand. Adaptations are applied in their order.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from conformance.judging.oracles.lossy import (
-    ONE_WORLD_SCENARIOS,
-)
+from conformance.judging.oracles.lossy import ONE_WORLD_SCENARIOS
 from conformance.scenarios import process
 from conformance.scenarios.cluster_draws import train_in_cluster
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
@@ -28,7 +26,9 @@ from conformance.scenarios.hook import (
     COMBINED,
     COMPLEX,
     DTYPES,
+    RESUMED,
     RESUMED_ONE,
+    SAVED,
     SAVED_ONE,
     SIZES,
     SMALL_GRADIENTS,
@@ -85,7 +85,7 @@ from conformance.subjects.kinds import KINDS
 
 _IN_CLUSTERS = tuple(s.name for s in (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS))
 # The scenarios in which local results are watched until all ranks have met.
-_MIXING = (VALUES.name, BUCKETS.name, ACCUMULATED.name, *_IN_CLUSTERS)
+_MIXING = (VALUES.name, BUCKETS.name, ACCUMULATED.name, SAVED.name, RESUMED.name, *_IN_CLUSTERS)
 
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 

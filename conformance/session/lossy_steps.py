@@ -19,7 +19,7 @@ from conformance.judging.oracles.lossy import (
 )
 from conformance.scenarios.clusters import UNUSED_GROUPS
 from conformance.scenarios.evidence import SPECIAL_FIRST
-from conformance.scenarios.hook import BUCKETS, STREAMS, VALUES
+from conformance.scenarios.hook import BUCKETS, SAVED, STREAMS, VALUES
 from conformance.scenarios.impulses import ALONE
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
@@ -150,7 +150,19 @@ def _draining_steps(scenario: Scenario, claims: Claims) -> int:
 
 
 def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
-    """Add steps until a rank has heard of all others."""
+    """Add steps until a rank has heard of all others.
+
+    If a state is saved, there are as many steps after the first one of the processes that load it,
+    and three or four ranks, alike for all runs of that state: of two, one partner is all others.
+    """
+    if scenario.resume.saves_at:
+        if not claims.mixes:
+            return scenario
+        draws = generator(replace(scenario, name=SAVED.name), "ranks that mix")
+        size = max(draws.choice((3, 4)), claims.min_world_size)
+        more = scenario.resume.saves_at + 1 + MIXING_STEPS - len(scenario.steps)
+        steps = scenario.steps + ("normal",) * more
+        return replace(scenario, size=size, world_sizes=(), steps=steps)
     more = MIXING_STEPS - len(scenario.steps)
     return replace(scenario, steps=scenario.steps + ("normal",) * more)
 

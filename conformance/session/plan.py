@@ -134,7 +134,7 @@ class Plan:
         """Return the runs that must have ended well before this one is tried.
 
         They have the same world size. A scenario that brings a size of its own has those at the
-        smallest size above 1 in their place.
+        smallest size above 1 in their place, but for the run that has saved its state.
         """
         if scenario.name == self.plainest.name:
             return []
@@ -143,6 +143,6 @@ class Plan:
         if size not in self.world_sizes:
             size = self.primary
         runs = [(plainer, size) for plainer in adapted if size in plainer.fits(self.world_sizes)]
-        if scenario.resume.of_rank_0 and adapted[1] not in [plainer for plainer, _ in runs]:
+        if scenario.resume.resumes and adapted[1] not in [plainer for plainer, _ in runs]:
             runs.append((adapted[1], adapted[1].fits(self.world_sizes)[0]))
         return runs

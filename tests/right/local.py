@@ -252,6 +252,44 @@ def _with_previous(buffer: torch.Tensor, group: Group) -> torch.Tensor:
     return (wide(buffer) * (2 / 3) + wide(parts[group.rank() - 1]) / 3).to(buffer.dtype)
 
 
+class Bits:
+    """The partner of a rank differs from it in one bit of its number, which changes in turn."""
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.step = 0
+        self.bit = 0
+        self.next_change = 3
+
+    def begin_step(self) -> None:
+        """Count a step, and change the bit if that is due."""
+        if self.step == self.next_change:
+            self.bit = (self.bit + 1) % max(1, (self.group.size() - 1).bit_length())
+            self.next_change += 3
+        self.step += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "bit": self.bit, "next_change": self.next_change}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        self.step = saved["step"]
+        self.bit = saved["bit"]
+        self.next_change = saved["next_change"]
+
+
+def gossip_by_bits(state: Bits, bucket: Bucket) -> Result:
+    """Average with a partner that changes every three steps, also after a load."""
+    buffer = dense(bucket)
+    if bucket.index() == 0:
+        state.begin_step()
+    mine = state.group.rank()
+    partner = mine ^ (1 << state.bit)
+    if partner >= state.group.size():
+        partner = mine
+    parts = gather(buffer, state.group)
+    return completed((buffer + parts[partner]) / 2)
+
+
 RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
@@ -276,6 +314,12 @@ RIGHT = [
         "local",
         f"{__name__}:Rotation",
         sections=(*COMPRESSORS, "23", "24"),
+    ),
+    Right(
+        "gossip_by_bits",
+        "local, checkpointable",
+        f"{__name__}:Bits",
+        sections=(*COMPRESSORS, "11"),
     ),
     Right("hierarchical", "local(period=3)", setup=True),
     Right("torch_local_sgd", "local(mixing=False), warmup(2)", setup=True),
