@@ -307,7 +307,8 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
     The trainer calls the function with the factor before the next forward; for the first factor
     twice, with two factors that make it up, as for a model that rests while another one trains
     under the same GradScaler. One parameter has 2**16 to 2**17 elements. If ``keeps_unused`` is
-    claimed, too, the scale also changes in a run in which each parameter rests in turn, as in 11.5.
+    claimed, too, or ``compressed(feedback=ef21)``, the scale also changes in a run in which each
+    parameter rests in turn, as in 11.5.
     In another run the scale falls by 2**-7 or less after a step that overflows on one rank, as
     GradScaler lets it. The hook may lose then what it held back: what it has sent of that since is
     in the new units.
@@ -320,7 +321,7 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
             "rescaled(call=NAME) is not claimed"
         )
     elif run.scenario.name == FEEDBACK_RESTING.name and (
-        claims.lossy == DIFFERENCE or not claims.keeps_unused
+        claims.lossy != DIFFERENCE and not claims.keeps_unused
     ):
         found.does_not_apply()
     elif claims.lossy == DIFFERENCE:

@@ -356,7 +356,8 @@ def _draw_overflown(scenario: Scenario, draw: random.Random) -> Scenario:
 def _draw_resting(scenario: Scenario, draw: random.Random) -> Scenario:
     """Draw the sizes, the number of steps, and the loss scales.
 
-    The scale changes four times, each time by a factor of 2**5 or more.
+    The scale changes four times, each time by a factor of 2**8 or more: estimates of one parameter
+    of five in an old scale are then longer than the bound of ``oracles/feedback.py``.
     """
     scenario = _draw_unused(scenario, draw)
     count = len(scenario.steps)
@@ -365,7 +366,7 @@ def _draw_resting(scenario: Scenario, draw: random.Random) -> Scenario:
     for step in range(1, count):
         last = exponents[-1]
         if step in changes:
-            last = draw.randint(4, 8) if last > 8 else draw.randint(13, 16)
+            last = draw.randint(2, 5) if last > 8 else draw.randint(13, 16)
         exponents.append(last)
     return replace(scenario, loss_scales=tuple(exponents))
 

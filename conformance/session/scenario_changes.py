@@ -345,7 +345,7 @@ def is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
     if scenario.name == FEEDBACK_UNUSED.name:
         return claims.keeps_unused
     if scenario.name == FEEDBACK_RESTING.name:
-        return claims.keeps_unused and bool(claims.rescaled) and claims.lossy != DIFFERENCE
+        return (claims.keeps_unused or claims.lossy == DIFFERENCE) and bool(claims.rescaled)
     rescaled = (FEEDBACK_RESCALED.name, FEEDBACK_OVERFLOWN.name)
     return scenario.name in rescaled and bool(claims.rescaled)
 

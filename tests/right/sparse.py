@@ -196,12 +196,36 @@ class Estimates(State):
         super().__init__(process_group)
         self.everyones = [Residuals() for _ in range(process_group.size())]
 
+    def rescale(self, factor: float) -> None:
+        for estimates in self.everyones:
+            for kept in estimates.kept.values():
+                kept.mul_(factor)
+
 
 def ef21(state: Estimates, bucket: Bucket) -> Result:
     """Send a quarter of the difference from this rank's latest estimate (EF21)."""
     buffer = dense(bucket)
     own = state.everyones[state.group.rank()]
     sent = _largest(wide(buffer) - own.of(bucket), state.setting)
+    mean = torch.zeros_like(sent)
+    for estimate, change in zip(state.everyones, gather(sent, state.group), strict=True):
+        said = estimate.of(bucket) + change
+        mean += said / state.group.size()
+        estimate.keep(bucket, said)
+    return completed(mean.to(buffer.dtype))
+
+
+def ef21_of_used(state: Estimates, bucket: Bucket) -> Result:
+    """The same, but the estimates of parameters that no rank has used stay as they are."""
+    buffer = dense(bucket)
+    counts = sizes(bucket)
+    used = torch.tensor([float(piece.ne(0).any()) for piece in buffer.split(counts)])
+    dist.all_reduce(used, group=state.group)
+    flags = torch.repeat_interleave(used.clamp(max=1), torch.tensor(counts))
+    own = state.everyones[state.group.rank()]
+    # Not times the flags: zero times infinity is NaN.
+    rest = torch.where(flags > 0, wide(buffer) - own.of(bucket), 0)
+    sent = _largest(rest, state.setting)
     mean = torch.zeros_like(sent)
     for estimate, change in zip(state.everyones, gather(sent, state.group), strict=True):
         said = estimate.of(bucket) + change
@@ -221,5 +245,17 @@ RIGHT = [
     Right("less_by_step", FEEDBACK + ", warmup(2)", STATE, sections=COMPRESSORS),
     Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),
     Right("ef21", "compressed(feedback=ef21, delta=0.25)", f"{__name__}:Estimates"),
+    Right(
+        "ef21",
+        "compressed(feedback=ef21, delta=0.25), rescaled(call=rescale)",
+        f"{__name__}:Estimates",
+        sections=("11", "13"),
+    ),
+    Right(
+        "ef21_of_used",
+        "compressed(feedback=ef21, delta=0.25), rescaled(call=rescale)",
+        f"{__name__}:Estimates",
+        sections=("11", "13"),
+    ),
     Right("top_k_of_large", FEEDBACK, STATE, sections=COMPRESSORS),
 ]
