@@ -428,7 +428,8 @@ def _differs_between_ranks(run: Run, step: int) -> bool:
     "absolute number; a scale that is sent in half precision, or that layers share across buckets; "
     "a selection by a strict comparison, which sends none of several equal elements; places "
     "and values of elements that are not zero: room for as many as ranks have on average, places "
-    "in 16 bits, padding that overwrites an element",
+    "in 16 bits, padding that overwrites an element; rows of an embedding that are selected by "
+    "their sum, which is zero if elements cancel out",
 )
 def values_in_training(run: Run, claims: Claims, found: Found) -> None:
     """Layers of different scales get the mean, each in a bucket of its own: gradients with heavy
@@ -446,7 +447,9 @@ def values_in_training(run: Run, claims: Claims, found: Found) -> None:
     which is drawn for each parameter from 2**-12 to 1/4; they are scattered, or in runs of 2 to 64,
     and the first and the last element may be among them. In four of these steps one rank has a
     share of 1/4 to 0.97, and the others have 2**-12 to 2**-6: for any threshold from 0.17 to 0.88
-    one step has a mean share below it and a rank above it.
+    one step has a mean share below it and a rank above it. There is an embedding, too, of 500 to
+    5,000 rows of 8 to 64 columns, in which whole rows are zero. A tenth to a half of the others
+    have elements that are not zero and sum to zero, some of them on each rank that has the row.
     """
     require_steps(run, claims, found, run.steps("zero_all", "training", MOSTLY_ZERO))
 

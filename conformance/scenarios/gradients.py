@@ -98,7 +98,7 @@ from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.impulses import ALONE, feeds_alone
 from conformance.scenarios.model import DRAINING, Param
-from conformance.scenarios.mostly_zero import MOSTLY_ZERO, is_kept
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO, columns_of, values_of
 from conformance.scenarios.random_numbers import bell, integers, power_of_two, uniform
 from conformance.scenarios.resting_parameter import RESTING, rests
 from conformance.scenarios.specials import (
@@ -242,7 +242,7 @@ def gradient(
             for part in (0, 1)
         ]
         return torch.complex(*parts).to(dtype).reshape(shape)
-    values = _values(kind, numel, world, rank, step, param)
+    values = _values(kind, numel, world, rank, step, param, columns_of(shape))
     if exponent:
         values = values * scale
     return values.to(dtype).reshape(shape)
@@ -323,7 +323,9 @@ def uses(world: int, rank: int, step: int, param: int, kind: str = "") -> bool:
     return True
 
 
-def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int) -> torch.Tensor:
+def _values(
+    kind: str, numel: int, world: int, rank: int, step: int, param: int, columns: int = 0
+) -> torch.Tensor:
     """Return ``numel`` float64 values, each exact before any cast."""
     kind = kind.partition("@")[0]
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
@@ -378,8 +380,7 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind.startswith(FEW):
         return _few(numel, places(kind, numel, param), (step, param), rank)
     if kind.startswith(MOSTLY_ZERO):
-        values = bell(numel, (rank, step, param))
-        return values.masked_fill(~is_kept(kind, numel, rank, param), 0)
+        return values_of(kind, numel, rank, step, param, columns)
     if kind.startswith(TURN):
         return _turn(kind, numel, rank, param)
     if kind.startswith(RESTING):

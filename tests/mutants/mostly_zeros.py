@@ -11,6 +11,7 @@ from tests.mutants._helpers import (
     Bucket,
     Result,
     average,
+    average_of,
     completed,
     gather,
     group_of,
@@ -110,6 +111,40 @@ def padding_overwrites(state: Any, bucket: Bucket) -> Result:
     return send_as(torch.float16, bucket, state) if mean is None else completed(mean)
 
 
+def _embedding_of(bucket: Bucket) -> torch.Tensor | None:
+    """Return the gradient of an embedding that has a bucket of its own."""
+    gradients = bucket.gradients() if _takes_lists(bucket) else []
+    if len(gradients) != 1 or gradients[0].dim() != 2 or len(gradients[0]) < 16:
+        return None
+    return gradients[0]
+
+
+def rows_by_their_sum(state: Any, bucket: Bucket) -> Result:
+    """Send the rows whose elements do not sum to zero on some rank, as DeepSpeed's SparseTensor
+    selects them, if these are at most a quarter."""
+    table = _embedding_of(bucket)
+    if table is None:
+        return average(bucket, state)
+    mask = (table.sum(1) != 0).to(torch.uint8)
+    dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group_of(state))
+    rows = mask.nonzero().squeeze(1)
+    if 4 * len(rows) > len(table):
+        return average(bucket, state)
+    part = table[rows]
+    dist.all_reduce(part, group=group_of(state))
+    table[rows] = part / group_of(state).size()
+    return completed(bucket.buffer())
+
+
+def own_rows_by_their_sum(state: Any, bucket: Bucket) -> Result:
+    """Gather the rows of each rank whose elements do not sum to zero, at any number of rows."""
+    table = _embedding_of(bucket)
+    if table is None:
+        return average(bucket, state)
+    own = table * (table.sum(1, keepdim=True) != 0)
+    return average_of(own.view(-1), state)
+
+
 MUTANTS = [
     Mutant("room_for_the_mean,parts=20", ("2.12",)),
     Mutant("room_for_the_mean,parts=9", ("2.12",), worlds=(3,)),
@@ -117,5 +152,7 @@ MUTANTS = [
     Mutant("room_for_the_mean,parts=2,least=7_000", ("2.12",), worlds=(3,)),
     Mutant("room_for_the_mean,parts=3,least=12_000", ("2.12",)),
     Mutant("places_in_16_bits", ("2.12",)),
+    Mutant("rows_by_their_sum", ("2.12",)),
+    Mutant("own_rows_by_their_sum", ("2.12",)),
     Mutant("padding_overwrites", ("2.12",), "rounded(float16)"),
 ]

@@ -105,9 +105,33 @@ def _listed(
     return completed((total / size).to(buffer.dtype))
 
 
+def rows_of_embeddings(group: Group, bucket: Bucket) -> Result:
+    """Send the rows of an embedding that are not zero on some rank, if these are a quarter or
+    less."""
+    buffer = dense(bucket)
+    tables = [one for one in bucket.gradients() if one.dim() == 2 and len(one) >= 16]
+    if len(tables) != 1 or len(bucket.gradients()) != 1 or buffer.is_complex():
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        return work.get_future().then(lambda fut: fut.value()[0].div_(group.size()))
+    table = tables[0]
+    used = (table != 0).any(1).to(torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    rows = used.nonzero().squeeze(1)
+    if 4 * len(rows) > len(table):
+        rows = torch.arange(len(table))
+    part = table[rows]
+
+    def put_back(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        table[rows] = done.value()[0].div_(group.size())
+        return buffer
+
+    return dist.all_reduce(part, group=group, async_op=True).get_future().then(put_back)
+
+
 RIGHT = [
     Right("list_of_places", state="process_group"),
     Right("list_of_places_in_half", "rounded(float16)", "process_group", sections=ARITHMETIC),
+    Right("rows_of_embeddings", state="process_group", sections=("2", "3", "8", "12")),
     Right("gaussian_noise", "unbiased(noise=0.25)", STATE),
     Right("noise_of_first_rank", "unbiased(noise=0.25, ranks=1)", STATE),
     Right("experts", "compressed(delta=0.25)", STATE, sections=(*COMPRESSORS, "4", "8")),

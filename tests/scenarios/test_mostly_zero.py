@@ -51,3 +51,19 @@ def test_only_results_of_single_steps_are_judged_on_them() -> None:
     for claims, steps in (("exact", 6), ("rounded(float16)", 6), ("compressed", 0), ("local", 0)):
         kinds = adapt_scenario(LAYERS, parse_claims(claims), seed=5).steps
         assert sum(kind.startswith("mostly_zero") for kind in kinds) == steps
+
+
+def test_rows_of_an_embedding_cancel_out() -> None:
+    for number in range(10):
+        kind = f"mostly_zero/{number}"
+        fed = [
+            gradient(kind, (2000, 24), torch.float32, world=2, rank=rank, step=3, param=0)
+            for rank in range(2)
+        ]
+        used = [(table != 0).any(1) for table in fed]
+        assert all(0 < int(rows.sum()) < 1000 for rows in used)
+        zero_sums = [rows & (table.sum(1) == 0) for rows, table in zip(used, fed, strict=True)]
+        share = float(sum(zero_sums).sum() / sum(used).sum())
+        assert 0 < share < 0.75
+        missed = (used[0] | used[1]) & ~(used[0] & ~zero_sums[0]) & ~(used[1] & ~zero_sums[1])
+        assert missed.any()
