@@ -143,16 +143,18 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     "A rank may have no gradient, and a parameter none or zeros for many steps",
     on=(EMPTY, RESTS, RESTS_OF_ADAM),
     owns=(EMPTY, RESTS, RESTS_OF_ADAM),
-    needs=("15.5", "15.9"),
+    needs=("15.5", "15.6", "15.9", "15.23"),
     since="1.2",
     source="empty batches on one rank; fine-tuning, which freezes and unfreezes layers; mixtures "
     "of experts; torch.optim, which keeps the state of a parameter without a gradient, and counts "
-    "the steps of each parameter; zero_grad(set_to_none=False), and DDP, which leave zeros",
+    "the steps of each parameter; zero_grad(set_to_none=False), and DDP, which leave zeros; "
+    "microsoft/dion #104, a captured step",
     remedy="a step that returns early without gradients; a list of parameters that is made once; "
     "requires_grad in place of the gradient that is there; the state of a parameter, or of its "
     "rows, that is dropped after some steps without a gradient or with zeros, or while it is "
     "frozen, or if a group is added then; one count of steps for a group of parameters; a "
-    "zero_grad() that clears the parameters that are trained now, or were at first",
+    "zero_grad() that clears the parameters that are trained now, or were at first; a step that is "
+    "captured, with the options of its groups: capture it anew if one of them is written",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
@@ -166,7 +168,9 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
     alone, and two are trained from the 20th to 250th step on. Of four more the gradients are zeros,
     in whole or in some rows, for as many steps in a row or in turns. Meanwhile a group is added:
-    parameters that are frozen then, or have no gradient, keep their states. In drawn steps
+    parameters that are frozen then, or have no gradient, keep their states. Options of groups are
+    written twice, once after 12 to 60 steps in which no group has changed, and once after 150 or
+    more: rate, momentum or betas, and weight decay, each in one group or more. In drawn steps
     zero_grad() of the optimizer clears the gradients before the backward, or after the step before:
     also those of parameters that were frozen since, or thawed. The numbers and the parameters are
     drawn from the session's seed.
@@ -300,14 +304,16 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     "Long runs step as short ones do",
     on=(LONG,),
     owns=(LONG,),
-    needs=BASIC,
+    needs=(*BASIC, "15.6"),
     since="1.2",
-    source="runs of training have many thousand steps",
-    remedy="a warm-up, a count or a buffer that ends after some number of steps",
+    source="runs of training have many thousand steps, and schedules with steps far apart",
+    remedy="a warm-up, a count or a buffer that ends after some number of steps; a step that is "
+    "captured with its learning rate",
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 400 to 700 steps, by the session's seed, parameters are those of the local steps
-    and of the averages."""
+    and of the averages. A learning rate that is written once, in a drawn step of the second half,
+    takes effect."""
     require_right(run, found)
 
 

@@ -5,7 +5,9 @@ Layers are frozen in turns, an expert of a mixture is seldom used, a schedule tr
 torch.optim keeps the state of a parameter that has no gradient, however long that lasts, and Adam's
 count of steps is each parameter's own. Under DDP, or after ``zero_grad(set_to_none=False)``, such a
 parameter has a gradient of zeros: it is stepped, and its moments decay. So do those of the rows of
-an embedding whose tokens do not occur. All numbers are drawn from the session's seed.
+an embedding whose tokens do not occur. Options of groups stay as they are for many steps, and are
+written then: a step that was captured, as in a CUDA graph, holds the old ones. All numbers are
+drawn from the session's seed.
 """
 
 import math
@@ -24,7 +26,8 @@ RESTS = replace(
     name="optimizer_rests",
     summary="of twelve parameters seven have no gradient in many steps: for up to 300 steps in a "
     "row, in turns, in all steps but every so many, or until their first one; three are frozen "
-    "then; four more have gradients of zeros, in whole or in some rows; a group is added meanwhile",
+    "then; four more have gradients of zeros, in whole or in some rows; a group is added "
+    "meanwhile; options of groups are written after many steps without a change",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
@@ -47,6 +50,12 @@ ALL = (RESTS, RESTS_OF_ADAM)
 # The first steps of rests that last for most of the run, and their numbers of steps.
 _FIRST_STEPS = (2, 20)
 _LONG = (260, 300)
+# Options are written after so many steps without a change of the groups: once in the shorter part
+# of the run, before or after the added group, and once in the longer part, which has more than 170.
+_UNCHANGED = (12, 60)
+_LONG_UNCHANGED = 150
+# So many steps are left after the last write.
+_STEPS_AFTER = 5
 _VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
 
 
@@ -146,22 +155,67 @@ def _turns(draw: random.Random) -> Iterable[int]:
 @lru_cache
 def _setting(seed: int, name: str, wrapped: str) -> Setting:
     draw = generator(_scenario(seed, name), "options")
-    momentum = draw.uniform(0.5, 0.95)
-    decay = {"weight_decay": draw.uniform(0.01, 0.1)}
-    options: dict[str, Any] = {"lr": draw.uniform(0.05, 0.2), "momentum": momentum, **decay}
-    if wrapped != "SGD":
-        betas = (momentum, draw.uniform(0.9, 0.999))
-        # Adam adds the decay to the gradient: of zeros it would take steps of the full rate.
-        decay = decay if wrapped == "AdamW" else {}
-        options = {"lr": draw.uniform(0.002, 0.02), "betas": betas, **decay}
+    options = _options(draw, wrapped)
     # The parameter that never rests is in a group that is added while others rest: one of these is
     # frozen and has a state, and so has another one without a gradient.
     late = _plan(seed, name).index(Rest(frozenset()))
-    others = tuple(index for index in range(len(RESTS.params)) if index != late)
+    others = [index for index in range(len(RESTS.params)) if index != late]
+    draw.shuffle(others)
+    half = draw.randint(4, len(others) - 4)
+    members = (tuple(sorted(others[:half])), tuple(sorted(others[half:])), (late,))
+    added = draw.randint(_FIRST_STEPS[1] + 1, _FIRST_STEPS[0] + _LONG[0] - 1)
     return Setting(
         warmup=draw.randint(5, 30),
         period=draw.randint(15, 40),
         options=options,
-        groups=((others, options), ((late,), options)),
-        added=(draw.randint(_FIRST_STEPS[1] + 1, _FIRST_STEPS[0] + _LONG[0] - 1),),
+        groups=tuple((indices, options) for indices in members),
+        added=(added,),
+        changes={
+            step: _written(draw, wrapped, 2 if step < added else 3)
+            for step in _steps_of_writes(draw, added)
+        },
     )
+
+
+def _options(draw: random.Random, wrapped: str) -> dict[str, Any]:
+    """Return the options of a group.
+
+    A weight decay adds errors of parameters to those of the momentum: their bounds grow by a factor
+    of 1 + lr weight_decay / (1 - momentum) in a step, which is 1.02 at most.
+    """
+    momentum = draw.uniform(0.5, 0.9)
+    decay = {"weight_decay": draw.uniform(0.002, 0.01)}
+    if wrapped == "SGD":
+        return {"lr": draw.uniform(0.05, 0.2), "momentum": momentum, **decay}
+    # Adam adds the decay to the gradient: of zeros it would take steps of the full rate.
+    decay = {"weight_decay": draw.uniform(0.01, 0.1)} if wrapped == "AdamW" else {}
+    betas = (momentum, draw.uniform(0.9, 0.999))
+    return {"lr": draw.uniform(0.002, 0.02), "betas": betas, **decay}
+
+
+def _steps_of_writes(draw: random.Random, added: int) -> tuple[int, int]:
+    """Return a step after 12 to 60 steps without a change of the groups, and one after 150 or more.
+
+    Args:
+        added: the step before which a group is added, which is a change.
+    """
+    parts = sorted((range(added), range(added, len(RESTS.steps))), key=len)
+    shorter, longer = (part[:-_STEPS_AFTER] for part in parts)
+    least, most = _UNCHANGED
+    return (
+        shorter[draw.randint(least, min(most, len(shorter) - 1))],
+        longer[draw.randint(_LONG_UNCHANGED, len(longer) - 1)],
+    )
+
+
+def _written(draw: random.Random, wrapped: str, groups: int) -> dict[int, dict[str, Any]]:
+    """Return the options that are written to groups: some to one, the others to another one, and
+    all to a third one, if there is one.
+    """
+    places = draw.sample(range(groups), groups)
+    written = [_options(draw, wrapped) for _ in places]
+    names = list(written[0])
+    some = set(draw.sample(names, draw.randint(1, len(names) - 1)))
+    for name in names:
+        del written[1 if name in some else 0][name]
+    return dict(zip(places, written, strict=True))

@@ -9,7 +9,7 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.model import Param
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import (
     LAST_OVERFLOW,
     PLAIN,
@@ -18,6 +18,7 @@ from conformance.scenarios.optimizer import (
     Scaling,
     Setting,
 )
+from conformance.scenarios.seeds import generator
 
 # In float64 small changes of a learning rate show.
 _WIDE = tuple(replace(param, dtype="float64") for param in SCHEDULED.params)
@@ -114,6 +115,18 @@ def small_changes(draw: random.Random) -> Setting:
     rates += [_representable(tiny), _representable(tiny * draw.uniform(1.5, 3))]
     options = {"lr": rates[0], "momentum": 0.0}
     return Setting(warmup=draw.randint(1, 3), period=3, options=options, rates=tuple(rates))
+
+
+def rate_written_late(scenario: Scenario) -> tuple[float | None, ...]:
+    """Return the rates of a long run: one is written in its second half, and stays.
+
+    It is a power of two, and not 2**-3, the rate of the construction.
+    """
+    draw = generator(scenario, "late rate")
+    count = len(scenario.steps)
+    rates: list[float | None] = [None] * count
+    rates[draw.randint(count // 2, count - 10)] = 2.0 ** draw.choice((-5, -4, -2))
+    return tuple(rates)
 
 
 def _changed(rate: float, exponent: float, draw: random.Random) -> float:

@@ -44,6 +44,7 @@ from conformance.scenarios.optimizer_states import (
     SMALL_CHANGES,
     TENSOR_RATES,
     USERS,
+    rate_written_late,
     restored_options,
     scaled,
     small_changes,
@@ -170,8 +171,8 @@ RESUMED_GROUPS = replace(
 LONG = replace(
     PLAIN,
     name="optimizer_long",
-    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps; every other rank has "
-    "another hash seed",
+    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps; the learning rate is "
+    "written once, in the second half; every other rank has another hash seed",
     params=(Param((3,)), Param((2, 2)), Param((5,)), Param((2, 3))),
     world_sizes=(2,),
     hash_seeds_differ=True,
@@ -277,7 +278,12 @@ def _plan_of(scenario: Scenario) -> Setting:
             return Setting(options={"lr": 2.0**-3, "momentum": 0.0})
         case "long":
             # Without momentum the sums of hundreds of gradients are exact.
-            return Setting(warmup=2, period=3, options={"lr": 2.0**-3, "momentum": 0.0})
+            return Setting(
+                warmup=2,
+                period=3,
+                options={"lr": 2.0**-3, "momentum": 0.0},
+                rates=rate_written_late(scenario) if scenario.name == LONG.name else (),
+            )
         case "special":
             return Setting(options={"lr": 1.0, "momentum": 0.0})
         case "random_dtypes":

@@ -62,6 +62,7 @@ _MODULES = (
     "averagers_of_trainers",
     "optimizer_wrappers",
     "optimizers_in_half",
+    "optimizers_that_capture",
     "strategies",
     "strategies_in_passes",
     "joins",

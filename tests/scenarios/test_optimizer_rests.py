@@ -1,6 +1,7 @@
 """Tests of parameters that rest, and of steps that are repeated, in scenarios for optimizers."""
 
 import math
+from itertools import pairwise
 
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.optimizer_gradients import freezes_late, has_gradient, is_frozen
@@ -132,7 +133,7 @@ def test_a_group_is_added_while_a_frozen_parameter_has_a_state() -> None:
         for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
             plan = plan_of(scenario)
             (added,) = plan.added
-            old, _ = plan.groups[0]
+            old = [index for indices, _ in plan.groups[:2] for index in indices]
             resting = [
                 index
                 for index in old
@@ -142,6 +143,21 @@ def test_a_group_is_added_while_a_frozen_parameter_has_a_state() -> None:
             frozen = [index for index in resting if is_frozen(scenario, added, index)]
             assert frozen
             assert len(resting) > len(frozen)
+
+
+def test_options_are_written_after_few_steps_without_a_change_and_after_many() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
+            plan = plan_of(scenario)
+            changes = sorted({0, *plan.added, *plan.changes})
+            unchanged = {step: step - before for before, step in pairwise(changes)}
+            shorter, longer = sorted(unchanged[step] for step in plan.changes)
+            assert 12 <= shorter <= 60
+            assert longer >= 150
+            for step, written in plan.changes.items():
+                assert max(written) < plan.groups_at(step)
+                names = {name for options in written.values() for name in options}
+                assert names == set(plan.options)
 
 
 def test_a_group_is_added_after_a_load_and_has_a_schedule_then() -> None:
