@@ -8,7 +8,8 @@ import importlib
 import importlib.metadata
 import inspect
 import shlex
-from collections.abc import Callable, Collection, Iterable
+import typing
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,12 +70,25 @@ class Factory:
             _canonical(parameter.name) == name for parameter in _parameters_of(self.function)
         )
 
+    def requires_a_list(self, name: str) -> bool:
+        """Whether the annotation of the argument for a context value is a list or a sequence."""
+        return any(
+            _canonical(parameter.name) == name and _is_of_lists(parameter.annotation)
+            for parameter in _parameters_of(self.function)
+        )
+
     def has_none_for(self, name: str) -> bool:
         """Whether None is the default of the argument for a context value."""
         return any(
             _canonical(parameter.name) == name and parameter.default is None
             for parameter in _parameters_of(self.function)
         )
+
+
+def _is_of_lists(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # as under ``from __future__ import annotations``
+        return annotation.partition("[")[0].rpartition(".")[2] in ("list", "List", "Sequence")
+    return typing.get_origin(annotation) in (list, Sequence) or annotation in (list, Sequence)
 
 
 @dataclass

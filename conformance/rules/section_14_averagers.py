@@ -181,7 +181,8 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter is averaged once, whether it comes in a list, in an iterator that can be read
     once, or in an optimizer's groups; also if two groups have it, or if the learning rate of its
     group is zero. An averager that is made with the parameters gets them in such an iterator, too,
-    as model.parameters() is one; in a list, if that raises an error.
+    as model.parameters() is one; in a list, if that raises an error, or if the signature says that
+    it is a list or a sequence.
 
     A drawn half of the parameters is of a subclass of ``torch.nn.Parameter``, as
     packages for quantized or adapted weights have them. A frozen parameter, at a drawn place, is

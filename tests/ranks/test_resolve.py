@@ -4,7 +4,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from conformance.errors import TargetError
 from conformance.hosts.pool import Pool
 from conformance.ranks.resolve import (
+    Factory,
     call_with_names,
     describe,
     is_one_object,
@@ -239,3 +240,25 @@ def test_the_saved_object_of_a_set_up_must_have_a_state_dict(pool: Pool) -> None
     messages = [error["message"] for rank in run.ranks for error in rank.all("error")]
     message = "--setup: the Case's `saved` has no state_dict() and load_state_dict(): int"
     assert messages == [message] * 2
+
+
+@pytest.mark.parametrize(
+    ("annotation", "requires"),
+    [
+        (list, True),
+        (list[torch.nn.Parameter], True),
+        (Sequence[torch.nn.Parameter], True),
+        ("list[torch.nn.Parameter]", True),
+        ("typing.List[torch.Tensor]", True),
+        (Iterable[torch.nn.Parameter], False),
+        ("Iterable[torch.nn.Parameter]", False),
+        (None, False),
+    ],
+)
+def test_an_annotation_may_require_a_list(annotation: object, requires: bool) -> None:
+    def averager(params: Any) -> None:
+        """Make nothing."""
+
+    averager.__annotations__["params"] = annotation
+    assert Factory(averager, {}).requires_a_list("params") is requires
+    assert not Factory(averager, {}).requires_a_list("model")

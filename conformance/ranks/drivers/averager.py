@@ -200,7 +200,8 @@ class AveragerDriver(RankDriver):
             rank=lambda: trainee.place,
             world_size=lambda: len(ranks),
         )
-        if self.scenario.name == FORMS.name and self.target().names("params"):
+        takes_any = self.target().names("params") and not self.target().requires_a_list("params")
+        if self.scenario.name == FORMS.name and takes_any:
             trainee.averager = make_of_either(
                 self, make, lambda: iter(trainee.take_params()), trainee.take_params
             )
