@@ -61,10 +61,10 @@ the rule refuses.
   the same choices again.
 - **crafted gradients**: values whose mean is exact in every order of additions, so that a right
   result has the same bits.
-- **margin**: the largest error in the runs of a rule, as a fraction of the error that is allowed: a
-  rule fails above 1. A rule that allows no error, or has no bound, may have no margin.
+- **margin**: the largest error in the runs of a rule, as a fraction of the error that is allowed:
+  the rule fails if it is above 1. A rule that allows no error, or has no bound, may have no margin.
 - **mutant**: a subject with one deliberate defect, which the kit's own tests judge: it shows that
-  the rule can fail. `docs/mutants.md` lists them by rule.
+  the rule can fail. `docs/mutants.md` in the sources lists them by rule.
 - **since 1.6**: the version of the rule book that introduced the rule. These versions are those of
   the book alone: the kit has another version.
 - **reference**: the subject of `hooks_ref` that a rule or a run is compared with.
@@ -244,4 +244,6 @@ def _as_markdown(text: str) -> str:
     """
     parts = _CODE.split(text)
     parts[::2] = [_DUNDER.sub(r"`\g<0>`", _POWER.sub("^", part)) for part in parts[::2]]
+    # A path that a docstring breaks after a slash.
+    parts[1::2] = [part.replace("``", "`").replace("/ ", "/") for part in parts[1::2]]
     return "".join(parts)
