@@ -177,7 +177,7 @@ def signed_zeros(run: Run, claims: Claims, found: Found) -> None:
     source=SOURCE + "; issue 22: gloo's MAX keeps its first operand if the other one is NaN",
     remedy="a path for large buckets: a cast to integers, a maximum over the ranks, a test for NaN "
     "that looks at a part of the bucket; a bucket of one element; flags for a fixed number of "
-    "buckets",
+    "buckets; a mask of the elements above zero, which NaN is not",
 )
 def lone(run: Run, claims: Claims, found: Found) -> None:
     """A single NaN or infinity shows on all ranks, whichever rank has it, in a bucket of a drawn
@@ -185,6 +185,10 @@ def lone(run: Run, claims: Claims, found: Found) -> None:
     element. It shows too in any of the 65 to 140 buckets of a model: the first, the last, one
     between them, and one of each other dtype. The elements beside it are right, and so is the next
     ordinary step.
+
+    In two steps a bucket of the first kind is mostly zeros, unless results are lossy or parameters
+    are stepped. Each rank has a share of 2**-12 to 1/4 of elements that are not zero, as in 2.12.
+    There one rank has NaN in one step, and infinities in the other, in a drawn part, 1/16 to all.
 
     Every size is as likely as its double. The result of a lossy subject has some element that is
     not finite. It gets NaN in several elements of a large parameter, at drawn places: 20 / delta of

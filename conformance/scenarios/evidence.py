@@ -9,7 +9,9 @@ special_first   one to three steps with NaN or infinities on one rank, before an
                 ordinary ones; one or two with NaN or infinities again, and an ordinary one
 special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its double; NaN on each
                 of two ranks and an infinity on one, at its first, its last or a drawn element; NaN
-                in a bucket of one element
+                in a bucket of one element; if single results are judged, the matrix is mostly zeros
+                in two more steps; a part of 1/16 to all of the other elements of one rank has NaN
+                in one of them, and infinities in the other
 fails_large, dies_large
                 one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
 feedback_unused 7 to 9 rests, each of one to three steps, at least two longer than one; the
@@ -34,6 +36,7 @@ from dataclasses import replace
 from conformance.scenarios.hook import SPECIAL, VALUES
 from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DDPOptions, Param, Scenario
+from conformance.scenarios.specials import among_zeros
 
 # The names of all ranks of the largest world that `special` runs at.
 _RANKS = (0, 1, 2)
@@ -157,6 +160,11 @@ FEEDBACK_RESTING = replace(
     loss_scales=(16,) * 6 + (8,) * 6,
 )
 
+# Those in which the sum of all results shows what became of residuals.
+FOR_RESIDUALS = tuple(
+    one.name for one in (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_OVERFLOWN, FEEDBACK_RESTING)
+)
+
 SCENARIOS = (
     SPECIAL_FIRST,
     SPECIAL_LARGE,
@@ -229,6 +237,16 @@ def _draw_special_large(scenario: Scenario, draw: random.Random) -> Scenario:
         "tiled",
     )
     return replace(scenario, params=(one, small, Param((rows, columns))), steps=steps)
+
+
+def add_special_among_zeros(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Add two steps in which the matrix is mostly zeros, in a drawn order with the others but the
+    first and the last."""
+    first, *between, last = scenario.steps
+    matrix = len(scenario.params) - 1
+    between += [among_zeros(kind, draw.choice((0, 1)), matrix, draw) for kind in ("nan", "inf")]
+    draw.shuffle(between)
+    return replace(scenario, steps=(first, *between, last))
 
 
 def _draw_special_deep(scenario: Scenario, draw: random.Random) -> Scenario:

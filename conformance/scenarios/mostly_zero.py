@@ -82,7 +82,7 @@ def values_of(
 
 
 def is_kept(kind: str, numel: int, rank: int, param: int, columns: int = 0) -> torch.Tensor:
-    """Return which elements of a gradient are not zero; of an embedding, those of which rows."""
+    """Return which elements of a gradient are not zero: whole rows, if there are columns."""
     number, *more = map(int, kind.split("/")[1:])
     numbers = random.Random(f"{number}/{param}")
     is_scattered = numbers.random() < 0.5

@@ -4,8 +4,9 @@ The kind of a step may name a place: ``nan/1`` has NaN on rank 1 alone, ``nan/1/
 of rank 1 alone, and ``nan/1/3/-1`` in the last element of that parameter alone. ``nan/1/all`` and
 ``nan/1/3/all`` have NaN in every element there. Ranks are counted modulo the number of ranks, and
 elements modulo the number of elements, so that one kind fits every world size and every shape.
-``nan/1/3/80x17`` has NaN in 80 elements, whose places are drawn from the number 17. ``inf`` has the
-same forms.
+``nan/1/3/80x17`` has NaN in 80 elements, whose places are drawn from the number 17. In
+``nan/1/3/zeros17`` parameter 3 is mostly zeros on every rank, as in ``mostly_zero/17``; a part of
+the other elements of rank 1, which is drawn from 1/16 to all, has NaN. ``inf`` has the same forms.
 """
 
 import math
@@ -17,7 +18,7 @@ import torch
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.few_elements import FEW
 from conformance.scenarios.growth import GROWN
-from conformance.scenarios.mostly_zero import MOSTLY_ZERO
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO, is_kept
 from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.turns import TURN
 
@@ -26,6 +27,8 @@ SPECIAL_EVERY = 5
 OVERFLOWS = ("nan", "inf", "small_nan", "small_inf")
 _ALL = "all"
 _DRAWN = "x"
+_ZEROS = "zeros"
+_LEAST_PART = -4  # of the elements that are not zero, as a power of two
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Place:
         every: the distance of several elements.
         count: of several elements at drawn places; 0 if none are drawn.
         number: what these places are drawn from.
+        zeros: the number of the kind ``mostly_zero`` that the parameter's zeros are those of; None
+            if it has no zeros.
     """
 
     rank: int
@@ -47,6 +52,7 @@ class Place:
     every: int = SPECIAL_EVERY
     count: int = 0
     number: int = 0
+    zeros: int | None = None
 
 
 def base_kind(kind: str) -> str:
@@ -60,6 +66,10 @@ def place_of(kind: str) -> Place | None:
     base, *words = kind.split("/")
     if not words or base in (DUST, FEW, MOSTLY_ZERO, TURN, GROWN, RESTING):
         return None
+    if words[-1].startswith(_ZEROS):
+        zeros = int(words.pop().removeprefix(_ZEROS))
+        rank, param = map(int, words)
+        return Place(rank, param, zeros=zeros)
     if _DRAWN in words[-1]:
         count, number = map(int, words.pop().split(_DRAWN))
         rank, param = map(int, words)
@@ -94,6 +104,11 @@ def with_all_elements(kind: str, of_one_parameter: bool) -> str:
     return "/".join([*words[: 3 if of_one_parameter else 2], _ALL])
 
 
+def among_zeros(kind: str, rank: int, param: int, draw: random.Random) -> str:
+    """Return a kind with special values among zeros, which are drawn."""
+    return f"{kind}/{rank}/{param}/{_ZEROS}{draw.randrange(10**6)}"
+
+
 def put_at_place(
     kind: str, values: torch.Tensor, place: Place, world: int, rank: int, param: int
 ) -> torch.Tensor:
@@ -101,6 +116,9 @@ def put_at_place(
 
     Infinities have alternating signs; a lone one has a sign that depends on its element.
     """
+    if place.zeros is not None and place.param == param:
+        kept = is_kept(f"{MOSTLY_ZERO}/{place.zeros}", len(values), rank, param)
+        values = values.masked_fill(~kept, 0)
     if place.rank % world != rank or place.param not in (None, param) or not len(values):
         return values
     at = torch.arange(0, len(values), place.every)
@@ -109,11 +127,22 @@ def put_at_place(
     if place.count:
         numbers = random.Random(place.number)
         at = torch.tensor(numbers.sample(range(len(values)), min(place.count, len(values))))
+    if place.zeros is not None:
+        at = _some_of(values.nonzero()[:, 0], place.zeros)
     if base_kind(kind) == "nan":
         values[at] = math.nan
     else:
         values[at] = torch.where(at % 2 == 0, math.inf, -math.inf).double()
     return values
+
+
+def _some_of(places: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a drawn part of some places, at least one; the first element if there are none."""
+    numbers = random.Random(number)
+    if not len(places):
+        return torch.zeros(1, dtype=torch.int64)
+    count = math.ceil(len(places) * 2.0 ** numbers.uniform(_LEAST_PART, 0))
+    return places[numbers.sample(range(len(places)), count)]
 
 
 def spread(kind: str, values: torch.Tensor, owners: torch.Tensor, world: int, rank: int) -> None:

@@ -14,11 +14,10 @@ from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GR
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.evidence import (
-    FEEDBACK_OVERFLOWN,
-    FEEDBACK_RESCALED,
-    FEEDBACK_RESTING,
-    FEEDBACK_UNUSED,
+    FOR_RESIDUALS,
     SPECIAL_FIRST,
+    SPECIAL_LARGE,
+    add_special_among_zeros,
 )
 from conformance.scenarios.hook import (
     ACCUMULATED,
@@ -86,13 +85,12 @@ from conformance.subjects.kinds import KINDS
 _IN_CLUSTERS = tuple(s.name for s in (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS))
 # The scenarios in which local results are watched until all ranks have met.
 _MIXING = (VALUES.name, BUCKETS.name, ACCUMULATED.name, SAVED.name, RESUMED.name, *_IN_CLUSTERS)
-
+_MOSTLY_ZERO = {
+    LAYERS.name: add_mostly_zero_steps,
+    SPECIAL_LARGE.name: add_special_among_zeros,
+}
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
-# Those in which the sum of all results shows what became of residuals.
-_FOR_RESIDUALS = tuple(
-    one.name for one in (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_OVERFLOWN, FEEDBACK_RESTING)
-)
 # The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
 # a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
 _FEW_ELEMENTS = {
@@ -176,9 +174,11 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name == LAYERS.name and not (claims.lossy or claims.fused)
+            scenario.name in _MOSTLY_ZERO and not (claims.lossy or claims.fused)
         ),
-        lambda scenario, claims: add_mostly_zero_steps(scenario, generator(scenario, "zeros")),
+        lambda scenario, claims: _MOSTLY_ZERO[scenario.name](
+            scenario, generator(scenario, "zeros")
+        ),
         "lossy results are judged over many steps, with gradients of their own",
     ),
     Adaptation(
@@ -366,8 +366,7 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name in _FOR_RESIDUALS
-            and not changes.is_judged_with_feedback(scenario, claims)
+            scenario.name in FOR_RESIDUALS and not changes.is_judged_with_feedback(scenario, claims)
         ),
         changes.take_first_step,
         "the claims promise nothing here, and the certificate names it",

@@ -1,4 +1,4 @@
-"""Mutants of rule 2.12 that send places and values of gradients that are mostly zeros."""
+"""Mutants that send places and values of gradients that are mostly zeros (rules 2.12 and 8.7)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +145,38 @@ def own_rows_by_their_sum(state: Any, bucket: Bucket) -> Result:
     return average_of(own.view(-1), state)
 
 
+def _send_marked(state: Any, bucket: Bucket, marks: torch.Tensor) -> Result:
+    """Send the marked elements, if these are at most a quarter; all ranks have the same marks."""
+    buffer = bucket.buffer()
+    places = marks.nonzero().squeeze(1)
+    if 4 * len(places) > len(buffer):
+        return average(bucket, state)
+    part = average_of(buffer[places], state)
+
+    def spread(done: Result) -> torch.Tensor:
+        return torch.zeros_like(buffer).index_copy_(0, places, done.value())
+
+    return part.then(spread)
+
+
+def only_above_zero(state: Any, bucket: Bucket) -> Result:
+    """Send the elements whose magnitude is above zero on some rank: NaN is not."""
+    if not _takes_lists(bucket) or bucket.buffer().numel() < 64:
+        return average(bucket, state)
+    marks = (bucket.buffer().abs() > 0).to(torch.uint8)
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group_of(state))
+    return _send_marked(state, bucket, marks)
+
+
+def only_finite(state: Any, bucket: Bucket) -> Result:
+    """Send the elements that are finite and not zero on some rank."""
+    if not _takes_lists(bucket) or bucket.buffer().numel() < 64:
+        return average(bucket, state)
+    marks = (bucket.buffer().isfinite() & (bucket.buffer() != 0)).to(torch.uint8)
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group_of(state))
+    return _send_marked(state, bucket, marks)
+
+
 MUTANTS = [
     Mutant("room_for_the_mean,parts=20", ("2.12",)),
     Mutant("room_for_the_mean,parts=9", ("2.12",), worlds=(3,)),
@@ -154,5 +186,7 @@ MUTANTS = [
     Mutant("places_in_16_bits", ("2.12",)),
     Mutant("rows_by_their_sum", ("2.12",)),
     Mutant("own_rows_by_their_sum", ("2.12",)),
+    Mutant("only_above_zero", ("8.7",)),
+    Mutant("only_finite", ("8.7",)),
     Mutant("padding_overwrites", ("2.12",), "rounded(float16)"),
 ]

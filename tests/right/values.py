@@ -105,6 +105,22 @@ def _listed(
     return completed((total / size).to(buffer.dtype))
 
 
+def marked_elements(group: Group, bucket: Bucket) -> Result:
+    """Send the elements that are not zero on some rank, if these are at most a quarter."""
+    buffer = dense(bucket)
+    marks = (buffer != 0).to(torch.uint8)
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+    places = marks.nonzero().squeeze(1)
+    if buffer.is_complex() or 4 * len(places) > len(buffer):
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        return work.get_future().then(lambda fut: fut.value()[0].div_(group.size()))
+
+    def spread(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return torch.zeros_like(buffer).index_copy_(0, places, done.value()[0].div_(group.size()))
+
+    return dist.all_reduce(buffer[places], group=group, async_op=True).get_future().then(spread)
+
+
 def rows_of_embeddings(group: Group, bucket: Bucket) -> Result:
     """Send the rows of an embedding that are not zero on some rank, if these are a quarter or
     less."""
@@ -132,6 +148,7 @@ RIGHT = [
     Right("list_of_places", state="process_group"),
     Right("list_of_places_in_half", "rounded(float16)", "process_group", sections=ARITHMETIC),
     Right("rows_of_embeddings", state="process_group", sections=("2", "3", "8", "12")),
+    Right("marked_elements", state="process_group", sections=("2", "3", "8", "12")),
     Right("gaussian_noise", "unbiased(noise=0.25)", STATE),
     Right("noise_of_first_rank", "unbiased(noise=0.25, ranks=1)", STATE),
     Right("experts", "compressed(delta=0.25)", STATE, sections=(*COMPRESSORS, "4", "8")),

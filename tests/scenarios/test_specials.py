@@ -1,12 +1,15 @@
 """The places of special values that kinds of gradients name."""
 
 import math
+import random
 
 import pytest
 import torch
 
+from conformance.scenarios.gradients import gradient
 from conformance.scenarios.specials import (
     Place,
+    among_zeros,
     place_of,
     put_at_place,
     with_all_elements,
@@ -25,6 +28,7 @@ from conformance.scenarios.specials import (
         ("nan/1/all", Place(1, every=1)),
         ("inf/2/3/all", Place(2, 3, every=1)),
         ("nan/1/3/80x17", Place(1, 3, count=80, number=17)),
+        ("nan/1/3/zeros17", Place(1, 3, zeros=17)),
     ],
 )
 def test_a_kind_names_a_place(kind: str, place: Place | None) -> None:
@@ -67,3 +71,19 @@ def test_infinities_have_both_signs() -> None:
     assert place is not None
     values = put_at_place("inf/0/all", torch.zeros(4, dtype=torch.float64), place, 2, 0, 0)
     assert values.tolist() == [math.inf, -math.inf, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_special_values_among_zeros(number: int) -> None:
+    """Ranks have zeros of their own, and one rank has NaN in some of the other elements."""
+    kind = among_zeros("nan", 1, 2, random.Random(number))
+    fed = [
+        gradient(kind, (100, 100), torch.float32, world=2, rank=rank, step=3, param=2)
+        for rank in range(2)
+    ]
+    assert fed[1].isnan().any()
+    assert not fed[0].isnan().any()
+    assert all(int((one != 0).sum()) <= 3000 for one in fed)
+    other = gradient(kind, (100, 100), torch.float32, world=2, rank=1, step=3, param=1)
+    assert other.all()
+    assert other.isfinite().all()
