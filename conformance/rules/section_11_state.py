@@ -48,6 +48,9 @@ from conformance.subjects.claims import DIFFERENCE, Claims
 def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """If another model with a hook and a state of its own trains in the same process, the bits are
     the same as for a model alone. Of a fused hook the other model's optimizer has another rate.
+    Under ``rescaled(call=NAME)`` the trainer makes that call for the other model before about a
+    quarter of the steps, and under ``checkpointable`` it saves the other state, and loads it some
+    steps later, if that has load_state_dict (``scenarios/calls_for_twin.py``).
 
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.

@@ -33,6 +33,7 @@ from conformance.scenarios.hook import (
     SMALL_GRADIENTS,
     SPECIAL,
     STATIC,
+    TWO_MODELS,
     UNEVEN,
     VALUES,
     VALUES_AGAIN,
@@ -91,6 +92,7 @@ _MOSTLY_ZERO = {
 }
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
+_FOR_RESIDUALS = tuple(scenario.name for scenario in FOR_RESIDUALS)
 # The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
 # a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
 _FEW_ELEMENTS = {
@@ -366,10 +368,17 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name in FOR_RESIDUALS and not changes.is_judged_with_feedback(scenario, claims)
+            scenario.name in _FOR_RESIDUALS and not changes.is_judged_with_feedback(scenario, claims)
         ),
         changes.take_first_step,
         "the claims promise nothing here, and the certificate names it",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name == TWO_MODELS.name and bool(claims.rescaled or claims.checkpointable)
+        ),
+        changes.call_for_twin,
+        "a call for one of two models changes nothing of the other one",
     ),
     Adaptation(
         lambda scenario, claims: (

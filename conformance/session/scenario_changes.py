@@ -19,6 +19,7 @@ from conformance.scenarios import (
     kinds_in_clusters,
     optimizer_training,
 )
+from conformance.scenarios.calls_for_twin import with_calls_for_twin
 from conformance.scenarios.clusters import CLUSTERS, UNUSED_GROUPS, with_groups_of
 from conformance.scenarios.evidence import (
     FEEDBACK_OVERFLOWN,
@@ -327,6 +328,11 @@ def save_after_rescale(scenario: Scenario, claims: Claims) -> Scenario:
     scales = (first,) * before + (second,) * (again - before)
     scales += (third,) * (len(scenario.steps) - again)
     return replace(scenario, loss_scales=scales, rescale_call=claims.rescaled)
+
+
+def call_for_twin(scenario: Scenario, claims: Claims) -> Scenario:
+    """Rescale the twin's state, and save and load it, as far as the subject claims to allow it."""
+    return with_calls_for_twin(scenario, claims.rescaled, loads=claims.checkpointable)
 
 
 def lengthen_first_loss_scale(scenario: Scenario, claims: Claims) -> Scenario:

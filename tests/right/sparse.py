@@ -246,12 +246,6 @@ RIGHT = [
     Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),
     Right("ef21", "compressed(feedback=ef21, delta=0.25)", f"{__name__}:Estimates"),
     Right(
-        "ef21",
-        "compressed(feedback=ef21, delta=0.25), rescaled(call=rescale)",
-        f"{__name__}:Estimates",
-        sections=("11", "13"),
-    ),
-    Right(
         "ef21_of_used",
         "compressed(feedback=ef21, delta=0.25), rescaled(call=rescale)",
         f"{__name__}:Estimates",

@@ -60,7 +60,7 @@ class HookStates:
         elif 0 < resume.rolls_back_at <= step:
             # The same steps were made without it before: saving a state must change nothing.
             with self._doing("save_state"):
-                self._model.take_state()
+                self._model.saved_state()
 
     def step_of_trainer(self, step: int) -> int:
         """Return the number of a step as the trainer counts it, which may have gone back."""

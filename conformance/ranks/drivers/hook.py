@@ -235,6 +235,8 @@ class HookDriver(RankDriver):
         if self.twin:
             self.recorder.event("twin", one_object=is_one_object(resolved))
             self.twin.register(resolved, option)
+            if self.twin.model.rescale == self.model.rescale:
+                self.twin.model.rescale = None  # a function of the module is for all models
         name = logged_hook(self.model.ddp)
         hooks = self._registrations.hooks
         state = self.model.case.state

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from io import BytesIO
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from conformance.ranks.models.ddp_model import DDPModel
 from conformance.ranks.models.probe import scripted_gradients
 from conformance.ranks.resolve import Resolved
 from conformance.records.recorder import Recorder
+from conformance.scenarios.calls_for_twin import calls_for_twin
 from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, lay_out
 from conformance.scenarios.model import Scenario
 
@@ -48,6 +50,8 @@ class Twin:
         self._device = device
         self._recorder = recorder
         self._doing = doing
+        self._calls = calls_for_twin(scenario)
+        self._saved = BytesIO()
 
     def register(self, resolved: Resolved, option: str) -> None:
         """Register the subject on the model; ``option`` names it in messages."""
@@ -55,10 +59,23 @@ class Twin:
 
     def train(self, step: int, kind: str) -> None:
         """Run a step in a backward of its own."""
+        self._call_before(step)
         loss = self.loss(step, kind)
         with self._doing("twin"):
             loss.backward()
         self.end_step(step)
+
+    def _call_before(self, step: int) -> None:
+        """Make the trainer's calls before a step (``scenarios/calls_for_twin.py``)."""
+        with self._doing("twin"):
+            if self.model.rescale and step in self._calls.factors:
+                self.model.rescale(self._calls.factors[step])
+            if not self.model.can_be_loaded:
+                return
+            if step == self._calls.saves_at:
+                self._saved = self.model.saved_state()
+            if step == self._calls.loads_at:
+                self.model.load_saved(self._saved)
 
     def loss(self, step: int, kind: str) -> torch.Tensor:
         """Begin a step, and return its loss."""

@@ -198,7 +198,7 @@ class DDPModel:
             with doing("load_state"):
                 self.load(saved)
                 if self.scenario.resume.passes_on:
-                    self._pass_on()
+                    self.load_saved(self.saved_state())
         with doing("register"):
             self._register_hook()
             if self.scenario.poststep:
@@ -323,9 +323,16 @@ class DDPModel:
         """Whether the subject's state, or what a Case saves, can load a state in this process."""
         return _has_state_dict(self._saved)
 
-    def take_state(self) -> None:
-        """Save the subject's state, and throw it away."""
-        torch.save(self._state_to_save(), BytesIO())
+    def saved_state(self) -> BytesIO:
+        """Return the subject's state as a training script saves it."""
+        kept = BytesIO()
+        torch.save(self._state_to_save(), kept)
+        return kept
+
+    def load_saved(self, kept: BytesIO) -> None:
+        """Load a state that :meth:`saved_state` has returned."""
+        kept.seek(0)
+        self._load_state(torch.load(kept, weights_only=False))
 
     def load(self, folder: Path, *, twice: bool = False) -> None:
         """Load the subject's state and the model, which a training script has saved.
@@ -358,13 +365,6 @@ class DDPModel:
             self._saved.load_state_dict(saved)
         elif saved is not None:
             self.case.state = saved
-
-    def _pass_on(self) -> None:
-        """Save the subject's state and load it again, without a step in between."""
-        kept = BytesIO()
-        torch.save(self._state_to_save(), kept)
-        kept.seek(0)
-        self._load_state(torch.load(kept, weights_only=False))
 
     @property
     def _saved(self) -> Any:
