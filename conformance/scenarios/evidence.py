@@ -162,6 +162,7 @@ FEEDBACK_RESTING = replace(
 
 # Those in which the sum of all results shows what became of residuals.
 FOR_RESIDUALS = (FEEDBACK_UNUSED, FEEDBACK_RESCALED, FEEDBACK_OVERFLOWN, FEEDBACK_RESTING)
+RESIDUALS = frozenset(scenario.name for scenario in FOR_RESIDUALS)
 
 SCENARIOS = (
     SPECIAL_FIRST,

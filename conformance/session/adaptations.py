@@ -14,7 +14,7 @@ from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GR
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.evidence import (
-    FOR_RESIDUALS,
+    RESIDUALS,
     SPECIAL_FIRST,
     SPECIAL_LARGE,
     add_special_among_zeros,
@@ -92,7 +92,6 @@ _MOSTLY_ZERO = {
 }
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
-_FOR_RESIDUALS = tuple(scenario.name for scenario in FOR_RESIDUALS)
 # The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
 # a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
 _FEW_ELEMENTS = {
@@ -368,7 +367,7 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name in _FOR_RESIDUALS and not changes.is_judged_with_feedback(scenario, claims)
+            scenario.name in RESIDUALS and not changes.is_judged_with_feedback(scenario, claims)
         ),
         changes.take_first_step,
         "the claims promise nothing here, and the certificate names it",
