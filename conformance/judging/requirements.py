@@ -1,6 +1,6 @@
 """Requirements that rules of several sections share; each records its findings in a ``Found``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -226,7 +226,7 @@ def require_same_memory(run: Run, found: Found, steps: int = 0) -> None:
             )
 
 
-def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
+def require_optimizer(run: Run, claims: Claims, found: Found, rates: Sequence[float] = ()) -> None:
     """Require the parameters that the optimizer of ``claims.fused`` makes of the gradients.
 
     Those that are frozen from the first step to the last are left to 9.2. In single steps in which
@@ -236,6 +236,12 @@ def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
     step it or leave it alone, in all such steps alike. With a static graph DDP settles its buckets
     a step later, and so may a hook that waits for them. Parameters of half precision may be stepped
     in any of the precisions of ``oracles/optimizer_claim.py``, each in one of them in all steps.
+
+    Args:
+        run: the run.
+        claims: the claims, with the optimizer.
+        found: the findings of the rule.
+        rates: the learning rate in each step; () for the claimed one in all of them.
     """
     for rank in range(run.world):
         for index, spec in enumerate(run.scenario.params):
@@ -245,7 +251,7 @@ def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
             tries = []
             for way in ways:
                 tries.append(Found())
-                if _require_optimized(run, claims, tries[-1], rank, index, way):
+                if _require_optimized(run, claims, tries[-1], rank, index, way, rates):
                     found.checked(tries[-1].checks)
                     break
             else:
@@ -304,7 +310,13 @@ def _ways_to_step(run: Run, claims: Claims, rank: int, index: int) -> list[_Way]
 
 
 def _require_optimized(
-    run: Run, claims: Claims, found: Found, rank: int, index: int, way: _Way
+    run: Run,
+    claims: Claims,
+    found: Found,
+    rank: int,
+    index: int,
+    way: _Way,
+    rates: Sequence[float],
 ) -> bool:
     """Compare one parameter of one rank after every step; return whether all are right.
 
@@ -315,6 +327,7 @@ def _require_optimized(
         rank: the rank.
         index: the number of the parameter.
         way: how the hook steps it.
+        rates: the learning rate in each step; () for the claimed one in all of them.
     """
     spec = run.scenario.params[index]
     name = run.parameter_name(index)
@@ -329,7 +342,7 @@ def _require_optimized(
             return True  # a missing gradient is a failure of 2.1
         in_ddp = not run.scenario.is_frozen(index, step)
         if step >= way.after and in_ddp and (is_used or way.steps_unused):
-            stepped.step(got.to(parameter.dtype))
+            stepped.step(got.to(parameter.dtype), rates[step] if rates else None)
         right = parameter.detach()
         if source != rank:
             continue

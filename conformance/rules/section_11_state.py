@@ -26,6 +26,7 @@ from conformance.scenarios.evidence import (
 )
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
 from conformance.scenarios.late_steps import RESUMED_LATE, ROLLED_BACK_LATE, SAVED_LATE
+from conformance.scenarios.learning_rates import rate_after_save
 from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
 from conformance.scenarios.surroundings import JOINT, JOINT_ALIKE
 from conformance.subjects.claims import DIFFERENCE, Claims
@@ -80,8 +81,9 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
     "or which the saved state lacks: residuals.update(saved); a factor of the loss scale; parts of "
     "large tensors, which come back in another order; the process group, which load_state_dict "
-    "drops, as by self.__init__(**saved); a load_state_dict that takes values out of the saved "
-    "dict, and a state_dict that changes those in use",
+    "drops, as by self.__init__(**saved); a learning rate in the state, or a parameter group that "
+    "the optimizer has replaced in its own load_state_dict; a load_state_dict that takes values "
+    "out of the saved dict, and a state_dict that changes those in use",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
@@ -98,7 +100,8 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     two ranks and of one: a state that loads in its own process keeps its group. A subject with
     ``world_only`` is judged on WORLD alone.
 
-    Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved.
+    Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved. Of a fused hook
+    the trainer's optimizer is saved and loaded, too, and has another rate in the steps after that.
     """
     saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)
@@ -165,14 +168,15 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` the steps before and after the change of processes, taken as one
     run, are right under the subject's claims.
 
-    So are the parameters of a fused hook. The model has 11 parameters or more, so that names with
-    numbers have another order as texts. A new process has them in one bucket, until DDP rebuilds
-    its buckets after the first step: then there are two or more, whose largest size is drawn from
-    the seed. So bits may differ here, and a parameter is not in the bucket from which its state was
-    saved. The new processes save the loaded state and load it once more before their first step, as
-    jobs do that are preempted at once. Under ``local`` three or four ranks save and load, each a
-    state of its own: they all meet within 24 steps after the load, and get the mean over all ranks
-    at a claimed period.
+    So are the parameters of a fused hook, at the rate that it claims throughout, or at the rate of
+    the trainer's optimizer, which is another one from the save on. The model has 11 parameters or
+    more, so that names with numbers have another order as texts. A new process has them in one
+    bucket, until DDP rebuilds its buckets after the first step: then there are two or more, whose
+    largest size is drawn from the seed. So bits may differ here, and a parameter is not in the
+    bucket from which its state was saved. The new processes save the loaded state and load it once
+    more before their first step, as jobs do that are preempted at once. Under ``local`` three or
+    four ranks save and load, each a state of its own: they all meet within 24 steps after the load,
+    and get the mean over all ranks at a claimed period.
 
     Training scripts let rank 0 save, load that state on every rank, and may resume with another
     number of ranks: two save, and three or four resume. A hook that is neither lossy nor fused has
@@ -200,12 +204,29 @@ def _require_joined(saved: Run, resumed: Run, claims: Claims, found: Found) -> b
     joined = Run(saved.scenario, saved.world, ranks)
     require_steps(joined, claims, found, joined.steps("crafted"))
     if claims.fused:
-        require_optimizer(joined, claims, found)
+        _require_optimizer(joined, claims, found)
     if claims.mixes and not found.failures:
         require_meeting(joined, claims, found, first=at + 1)
         if found.failures:
             found.failures[-1].actual += " [after new processes have loaded the state]"
     return not found.failures
+
+
+def _require_optimizer(run: Run, claims: Claims, found: Found) -> None:
+    """Require the steps of the claimed optimizer, at its rate or at the trainer's throughout."""
+    at_claimed = Found()
+    require_optimizer(run, claims, at_claimed)
+    after = rate_after_save(run.scenario)
+    tried = at_claimed
+    if at_claimed.failures and after is not None:
+        saves_at = run.scenario.resume.saves_at
+        rates = [run.scenario.fused_rate] * saves_at
+        rates += [after] * (len(run.scenario.steps) - saves_at)
+        tried = Found()
+        require_optimizer(run, claims, tried, rates)
+    found.checked(tried.checks)
+    if tried.failures:
+        found.failures += at_claimed.failures
 
 
 @rule(

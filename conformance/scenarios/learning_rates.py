@@ -13,6 +13,9 @@ it has held back, or to communicate less as the rate falls. Rates are drawn from
     rises           of fused hooks, 5 to 40 steps at two to four times the rate before them, as
                     after a restart; neither rises nor rests are in the run's first or last eighth
     short runs      0.05 to 0.5 in all steps; of fused hooks the rate that they claim
+    saved states    of fused hooks; from the step on after which the state is saved, the rate is 1.5
+                    to 3 times the rate that they claim, or that part of it, in all runs that save
+                    or load a state
     two models      of fused hooks; the optimizer of one of them has 1.5 to 3 times the rate that
                     they claim, or that part of it: in half of the scenarios that of the twin
     loads           of fused hooks, one to three times before the last eighth of the run, and once
@@ -34,7 +37,7 @@ FALLS = 5
 FALLS_OF_LOCAL = 20
 STRETCH = (5, 40)  # steps
 LOADS = (1, 3)
-OTHER_RATE = (1.5, 3.0)  # of one of two models
+OTHER_RATE = (1.5, 3.0)  # of one of two models, and after a state was saved
 # The twin has the rate that is claimed, and the model another one.
 _MODEL_HAS_OTHER_RATE = ("joint_alike", "equal_groups")
 RISE = (2.0, 4.0)
@@ -54,9 +57,23 @@ def rate_of_fused(scenario: Scenario, *, of_twin: bool) -> float:
     rate = scenario.fused_rate
     if not scenario.twin or of_twin == (scenario.name in _MODEL_HAS_OTHER_RATE):
         return rate
-    draws = generator(scenario, "learning rate of another model")
+    return rate * _other_factor(generator(scenario, "learning rate of another model"))
+
+
+def _other_factor(draws: random.Random) -> float:
     factor = draws.uniform(*OTHER_RATE)
-    return rate * draws.choice((factor, 1 / factor))
+    return draws.choice((factor, 1 / factor))
+
+
+def rate_after_save(scenario: Scenario) -> float | None:
+    """Return the rate of a fused hook's optimizer from the step on after which its state is saved.
+
+    It is None if no state is saved or if the hook steps nothing.
+    """
+    if not scenario.fused or not scenario.resume.saves_at:
+        return None
+    draws = random.Random(f"{scenario.session_seed}/learning rate after a save")
+    return scenario.fused_rate * _other_factor(draws)
 
 
 @lru_cache(maxsize=16)

@@ -224,6 +224,44 @@ class RateOfTheFirst(RateWhenMade):
         self.rate = self.now()
 
 
+class Resumed(RateWhenMade):
+    """It reads the rate in each step, and saves it; right but for its subclasses."""
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.now()
+
+    def state_dict(self) -> dict[str, float]:
+        return {"rate": self.rate}
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        self.rate = saved["rate"]
+
+
+class KeepsTheSavedRate(Resumed):
+    """It keeps the rate that it has loaded."""
+
+    loads = False
+
+    def begin(self, bucket: Bucket) -> None:
+        if not self.loads:
+            super().begin(bucket)
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        super().load_state_dict(saved)
+        self.loads = True
+
+
+class KeepsTheGroup(Resumed):
+    """It keeps the first parameter group of the optimizer, which loads its own state."""
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(process_group, optimizer)
+        self.options = optimizer.param_groups[0]
+
+    def begin(self, bucket: Bucket) -> None:
+        self.rate = self.options["lr"]
+
+
 def steps_at_the_rate_of_its_state(state: RateWhenMade, bucket: Bucket) -> Result:
     """Average, and step SGD at the rate that the state has."""
     if not is_dense(bucket) or any(p.is_complex() for p in bucket.parameters()):
@@ -276,5 +314,15 @@ MUTANTS = [
             ("RateOfTheLast", ("11.1",)),
             ("RateOfTheFirst", ("11.7", "24.5")),
         )
+    ),
+    *(
+        Mutant(
+            "steps_at_the_rate_of_its_state",
+            ("11.2",),
+            "fused(SGD, lr=0.1), checkpointable",
+            f"{__name__}:{state}",
+            because={"23.6": "the optimizer loads its own state there, too"},
+        )
+        for state in ("KeepsTheSavedRate", "KeepsTheGroup")
     ),
 ]

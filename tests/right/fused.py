@@ -217,6 +217,42 @@ class RateOfTrainer:
         self.optimizer = optimizer
 
 
+class MomentumAtRateOfTrainer(RateOfTrainer):
+    """The same with momentum 0.9, and velocities that are saved by the parameter's place."""
+
+    def __init__(self, process_group: Group, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(process_group, optimizer)
+        self.velocities: dict[int, torch.Tensor] = {}
+
+    def places(self) -> dict[torch.nn.Parameter, tuple[int, float]]:
+        """Return each parameter's place in the optimizer, and its rate."""
+        groups = self.optimizer.param_groups
+        pairs = [(p, group["lr"]) for group in groups for p in group["params"]]
+        return {p: (place, rate) for place, (p, rate) in enumerate(pairs)}
+
+    def state_dict(self) -> dict[int, torch.Tensor]:
+        return {place: velocity.clone() for place, velocity in self.velocities.items()}
+
+    def load_state_dict(self, saved: dict[int, torch.Tensor]) -> None:
+        self.velocities = {place: velocity.clone() for place, velocity in saved.items()}
+
+
+def momentum_at_the_rate_of_the_trainer(state: MomentumAtRateOfTrainer, bucket: Bucket) -> Result:
+    """Average, and step SGD with momentum at the rate of the trainer's optimizer."""
+    buffer = dense(bucket)
+    if any(parameter.is_complex() for parameter in bucket.parameters()):
+        raise TypeError("momentum_at_the_rate_of_the_trainer takes no complex parameters")
+    places = state.places()
+    dist.all_reduce(buffer.div_(state.group.size()), group=state.group)
+    with torch.no_grad():
+        for parameter, grad in zip(bucket.parameters(), _in_shape(bucket, buffer), strict=True):
+            place, rate = places[parameter]
+            velocity = 0.9 * state.velocities.get(place, torch.zeros_like(grad)) + grad
+            state.velocities[place] = velocity
+            parameter.sub_(velocity, alpha=rate)
+    return completed(buffer)
+
+
 def sgd_at_the_rate_of_the_trainer(state: RateOfTrainer, bucket: Bucket) -> Result:
     """Average, and step SGD at the rate of the trainer's optimizer."""
     buffer = dense(bucket)
@@ -297,6 +333,12 @@ RIGHT = [
     ),
     Right("sgd_of_each", "fused(SGD, lr=0.1, momentum=0.9)", f"{__name__}:OfEach"),
     Right("sgd_at_the_rate_of_the_trainer", "fused(SGD, lr=0.1)", f"{__name__}:RateOfTrainer"),
+    Right(
+        "momentum_at_the_rate_of_the_trainer",
+        "fused(SGD, lr=0.1, momentum=0.9), checkpointable",
+        f"{__name__}:MomentumAtRateOfTrainer",
+        sections=("2", "11", "23"),
+    ),
     Right("flat_sgd", "fused(SGD, lr=0.1)", f"{__name__}:Flat"),
     Right("top_k_fused_sgd", "compressed(delta=0.25), fused(SGD, lr=0.1), dtypes(float32)", STATE),
 ]

@@ -128,8 +128,11 @@ class Stepped:
         self._optimizer = make_optimizer(text, [self._wide], [dimensions], **more)
 
     @torch.no_grad()
-    def step(self, gradient: torch.Tensor) -> None:
-        """Step the parameter with a gradient of its dtype."""
+    def step(self, gradient: torch.Tensor, rate: float | None = None) -> None:
+        """Step the parameter with a gradient of its dtype; at the claimed rate if none is given."""
+        if rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
         if self._precision == STATE:
             self._wide.copy_(self.parameter)
         before = self._wide.detach().clone()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from conformance.ranks.models.ddp_model import DDPModel
 from conformance.records.recorder import Recorder
+from conformance.scenarios.learning_rates import rate_after_save
 from conformance.scenarios.model import Scenario
 
 
@@ -70,6 +71,14 @@ class HookStates:
         elif resume.rolls_back_at and step >= resume.rolls_back_at:
             step -= resume.rolls_back_at - resume.saves_at
         return step + self._scenario.unrecorded_steps
+
+    def learning_rate(self, step: int) -> float | None:
+        """Return the rate that the trainer's optimizer has in a step; None if it never changes."""
+        after = rate_after_save(self._scenario)
+        if after is None:
+            return None
+        number = self.step_of_trainer(step) - self._scenario.unrecorded_steps
+        return after if number >= self._scenario.resume.saves_at else self._scenario.fused_rate
 
     def _load(self, folder: Path) -> bool:
         if not self._model.can_be_loaded:

@@ -335,6 +335,8 @@ class HookDriver(RankDriver):
 
     def _call_before_forward(self, step: int) -> None:
         """Make the calls that the case has the trainer make before a step's forward."""
+        if (rate := self._states.learning_rate(step)) is not None:
+            self.model.set_learning_rate(rate)
         if self.model.case.on_step:
             with self.doing("on_step"):
                 self.model.case.on_step(self._states.step_of_trainer(step))

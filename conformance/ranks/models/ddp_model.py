@@ -314,9 +314,10 @@ class DDPModel:
         return moved_otherwise
 
     def save(self, folder: Path) -> None:
-        """Save the subject's state and the model, as a training script does."""
+        """Save the subject's state, the model and its optimizer, as a training script does."""
         torch.save(self._state_to_save(), folder / STATE)
-        torch.save(self.model.state_dict(), folder / MODEL)
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(states, folder / MODEL)
 
     @property
     def can_be_loaded(self) -> bool:
@@ -337,13 +338,18 @@ class DDPModel:
     def load(self, folder: Path, *, twice: bool = False) -> None:
         """Load the subject's state and the model, which a training script has saved.
 
+        So is the optimizer of a fused hook, whose parameter groups are new dictionaries then.
+
         A state without load_state_dict is replaced by the saved one.
 
         Args:
             folder: has the two files.
             twice: load the same object twice, as if it were kept in memory.
         """
-        self.model.load_state_dict(torch.load(folder / MODEL))
+        states = torch.load(folder / MODEL)
+        self.model.load_state_dict(states["model"])
+        if self.scenario.fused:
+            self.optimizer.load_state_dict(states["optimizer"])
         try:
             saved = torch.load(folder / STATE, weights_only=True)
         except pickle.UnpicklingError as error:
