@@ -128,16 +128,20 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     "Two models do not mix",
     on=(TWO,),
     owns=(TWO,),
-    needs=("16.2",),
+    needs=("16.4",),
     since="1.2",
     unless="counts",
     source="training of two models in one process, such as a GAN",
-    remedy="counts, gradients or handles that are kept in the module or in the strategy, and not "
-    "by model",
+    remedy="counts, gradients, handles or notes on gradients that have come, if they are kept in "
+    "the module or in the strategy, and not by model",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
     """If the micro-batches of two models come in a drawn order, each model gets its own means. So
     does each if its context is inside that of the other model, or around it.
+
+    The last micro-batch of one model comes between the two of the other one. Some parameters of
+    each model are used before it alone, and some after it alone; which, is drawn for each step.
+    Under ``all_used`` every micro-batch uses all of them.
     """
     require_means(run, found)
 

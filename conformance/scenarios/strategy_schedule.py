@@ -21,6 +21,7 @@ from conformance.scenarios.strategy_breaks import (
     place_among_breaks,
     uses_around_break,
 )
+from conformance.scenarios.strategy_uses import BY_GROUP, TWO_MODELS, uses_in_group, uses_of_two
 
 # Numbers of micro-batches by variant; steps go through them in turn. Other variants have two.
 _BATCHES = {
@@ -45,7 +46,7 @@ _EXACT = 4  # micro-batches of a step whose sums can be exact
 # The variants in which ranks or micro-batches use different parameters.
 _DIFFERENT = (
     *("microbatches", "ranks", "combined", "claim", "together"),
-    *("added", "turns", "swapped", "freezing", "unfrozen"),
+    *("added", "turns", "swapped", "freezing", "unfrozen", TWO_MODELS, BY_GROUP),
 )
 
 
@@ -422,7 +423,15 @@ def is_frozen(scenario: Scenario, step: int, batch: int, index: int) -> bool:
     return _generator(scenario, step, batch, index).random() < 0.5
 
 
-def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:
+def uses(
+    scenario: Scenario,
+    size: int,
+    place: int,
+    step: int,
+    batch: int,
+    index: int,
+    first_rank: int = 0,
+) -> bool:
     """Whether the micro-batch of a rank uses a parameter.
 
     Args:
@@ -431,6 +440,7 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         step: the step.
         batch: the micro-batch of the step.
         index: the parameter.
+        first_rank: the first global rank of the group.
     """
     if scenario.params[index].frozen or is_empty(scenario, size, place, step, batch):
         return False
@@ -464,6 +474,10 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
             return swap is None or index not in swap.unused(step)
         case "freezing" | "unfrozen":
             return not is_frozen(scenario, step, batch, index)
+        case variant if variant == TWO_MODELS:
+            return uses_of_two(scenario, place, step, batch, index)
+        case variant if variant == BY_GROUP:
+            return uses_in_group(scenario, first_rank, place, step, index)
         case "turns":
             return part_of(scenario, index) in turns(scenario, step)
         case "combined" | "together":

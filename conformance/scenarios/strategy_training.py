@@ -9,6 +9,7 @@ from dataclasses import replace
 from conformance.scenarios import strategy_breaks
 from conformance.scenarios.model import DDPOptions, Observation, Param
 from conformance.scenarios.strategy import _PARAMS, COMBINED, PLAIN, SUBGROUPS
+from conformance.scenarios.strategy_uses import TWO_MODELS
 
 LARGE = replace(
     PLAIN,
@@ -57,12 +58,12 @@ EMPTY = replace(
 TWO = replace(
     PLAIN,
     name="strategy_two",
-    summary="two models, whose micro-batches come in a drawn order; at last the contexts of both "
-    "are nested in each other",
+    summary="two models, whose micro-batches come in a drawn order, and use different parameters; "
+    "at last the contexts of both are nested in each other",
     steps=("crafted",) * 12,
     world_sizes=(2,),
-    variant="two_models",
-    prerequisite="strategy_accumulated",
+    variant=TWO_MODELS,
+    prerequisite="strategy_ranks",
 )
 
 AFTER_WORLD = replace(

@@ -199,7 +199,7 @@ def averages_the_model_that_began(model: Any, is_final_microbatch: bool) -> Cont
     _window.append(model)
 
     def average() -> None:
-        began = _window[0]
+        began = (_window or [model])[0]
         _window.clear()
         for parameter in _filled(began):
             parameter.grad = _mean(parameter.grad, began.process_group)

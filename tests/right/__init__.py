@@ -65,6 +65,7 @@ _MODULES = (
     "optimizers_that_capture",
     "strategies",
     "strategies_in_passes",
+    "strategies_of_windows",
     "joins",
     "joins_in_parts",
     "joins_of_trainers",

@@ -7,7 +7,7 @@ import pytest
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.interrupts import CAUGHT, OUT_OF_MEMORY
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.strategy import SHARED
+from conformance.scenarios.strategy import SHARED, SUBGROUPS
 from conformance.scenarios.strategy_breaks import BEFORE, comes_again, way_of_break
 from conformance.scenarios.strategy_dtypes import gradient_spec, held_in, narrow_steps
 from conformance.scenarios.strategy_passes import (
@@ -50,6 +50,7 @@ from conformance.scenarios.strategy_training import (
     PENALTIES,
     RECOVERED,
     TURNS,
+    TWO,
     UNFROZEN,
 )
 from conformance.subjects.kinds import KINDS
@@ -257,3 +258,31 @@ def test_no_rank_has_a_backward_in_a_last_and_in_an_earlier_micro_batch() -> Non
                 for part in skipped
             }
     assert forwards == {False, True}
+
+
+def test_parameters_of_two_models_are_used_before_and_after_the_others_last_micro_batch() -> None:
+    for seed in range(20):
+        scenario = drawn(TWO, seed)
+        for step in range(len(scenario.steps)):
+            used = {
+                tuple(uses(scenario, 2, 0, step, batch, index) for batch in range(2))
+                for index in range(len(scenario.params))
+            }
+            assert {(True, True), (True, False), (False, True)} <= used
+
+
+def test_groups_lack_gradients_together_alone_and_not_at_all() -> None:
+    for seed in range(20):
+        scenario = drawn(SUBGROUPS, seed)
+        lacking = {
+            tuple(
+                not all(
+                    uses(scenario, 2, place, step, 0, index, first_rank)
+                    for place in range(2)
+                    for index in range(len(scenario.params))
+                )
+                for first_rank in (0, 1)
+            )
+            for step in range(len(scenario.steps))
+        }
+        assert lacking == {(True, True), (True, False), (False, True), (False, False)}

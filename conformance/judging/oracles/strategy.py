@@ -212,7 +212,7 @@ def fed_part(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
         values = values_of(Source(kind, source, step), spec, size, index).reshape(-1).double()
     else:
         values = fed("crafted" if kind == "limit" else kind, spec, size, source, step, index)
-    if not uses(scenario, size, group.index(rank), step, batch, index):
+    if not uses(scenario, size, group.index(rank), step, batch, index, group[0]):
         return torch.zeros_like(values)
     values = values * multiple_in(scenario, size, step, batch)
     dtype = getattr(torch, spec.dtype)
@@ -435,6 +435,6 @@ def _has_used(run: Run, rank: int, step: int, index: int) -> bool:
     group = run.group(rank)
     place = group.index(rank)
     return any(
-        uses(run.scenario, len(group), place, earlier, batch, index)
+        uses(run.scenario, len(group), place, earlier, batch, index, group[0])
         for earlier, batch in parts(run, step)
     )

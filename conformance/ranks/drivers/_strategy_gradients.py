@@ -51,7 +51,7 @@ def gradients_of(
     grads: Grads = []
     for index, grad in enumerate(every):
         spec = scenario.params[index]
-        is_used = is_given or uses(scenario, size, place, step, batch, index)
+        is_used = is_given or uses(scenario, size, place, step, batch, index, ranks[0])
         if kind == "limit" and spec.dtype == "float16":
             grad = values_of(Source("limit", source, step), spec, size, index).to(device)
         grads.append(grad * factor if grad is not None and is_used else None)

@@ -77,6 +77,7 @@ from conformance.scenarios.strategy_training import (
     AFTER_WORLD,
     FREEZING,
     GRADIENT_DTYPES,
+    TWO,
     UNFROZEN,
 )
 
@@ -123,7 +124,7 @@ class StrategyDriver(RankDriver):
             self._rewrap()
         else:
             self._make_model()
-        if self.scenario.variant == "two_models":
+        if self.scenario.name == TWO.name:
             self._run_two()
             return
         self.collectives.take_sent()  # of DDP, as it was made

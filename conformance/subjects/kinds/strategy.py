@@ -65,6 +65,7 @@ from conformance.scenarios.strategy_training import (
     SPECIAL,
     UNFROZEN,
 )
+from conformance.scenarios.strategy_uses import TWO_ALIKE, TWO_MODELS
 from conformance.scenarios.tables import prime_from
 from conformance.subjects.kinds._claim import (
     Form,
@@ -155,7 +156,11 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         scenario = replace(scenario, groups=(), twin_groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
         # The variants with as many micro-batches in which all parameters are used.
-        variants = {MICROBATCHES.variant: "four", UNFROZEN.variant: ZEROED}
+        variants = {
+            MICROBATCHES.variant: "four",
+            UNFROZEN.variant: ZEROED,
+            TWO_MODELS: TWO_ALIKE,
+        }
         variant = variants.get(scenario.variant, "two")
         scenario = replace(scenario, variant=variant)
     if scenario.variant == ZEROED:

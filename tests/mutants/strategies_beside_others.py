@@ -1,0 +1,152 @@
+"""Mutants of section 16 that are wrong if another model, or another group, is in the midst of its
+own step.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.mutants.strategies import _mean
+from tests.mutants.strategies_in_training import _mutants
+from tests.mutants.strategies_of_windows import _average
+
+_touched: set[torch.Tensor] = set()
+_is_over = [False]
+
+
+@contextmanager
+def _noted(model: Any, noted: set[torch.Tensor]) -> Iterator[None]:
+    """Note the parameters whose gradients come, and add nothing else to a context."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(noted.add)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _average_noted(model: Any, noted: set[torch.Tensor]) -> None:
+    _average(model, {at for at, one in enumerate(model.parameters()) if one in noted})
+
+
+@contextmanager
+def one_window_for_all_models(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Average the parameters of a window, which ends with a last micro-batch of any model."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    if _is_over[0]:
+        _touched.clear()
+        _is_over[0] = False
+    with _noted(model, _touched):
+        yield
+    if is_final_microbatch:
+        _average_noted(model, _touched)
+        _is_over[0] = True
+
+
+_latest: list[Any] = []
+
+
+@contextmanager
+def window_of_the_latest_model(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Average the parameters of a window, which begins anew if the model is another one."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    if not any(one is model for one in _latest):
+        _latest[:] = [model]
+        _touched.clear()
+    with _noted(model, _touched):
+        yield
+    if is_final_microbatch:
+        _average_noted(model, _touched)
+        _latest.clear()
+
+
+def _lacks_any(model: Any, group: Any) -> bool:
+    """Return whether a rank of a group lacks a gradient."""
+    lacks = torch.tensor([any(one.grad is None for one in model.parameters())], dtype=torch.uint8)
+    dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
+    return bool(lacks)
+
+
+@contextmanager
+def _averaged_by(
+    model: Any, is_final_microbatch: bool, average: Callable[[Any], None]
+) -> Iterator[None]:
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    with model.no_sync():
+        yield
+    if is_final_microbatch:
+        _refuse_sparse(model)
+        average(model)
+        model.require_forward_param_sync = True
+
+
+def _refuse_sparse(model: Any) -> None:
+    if any(one.grad is not None and one.grad.is_sparse for one in model.parameters()):
+        raise TypeError("sparse gradients are not supported")
+
+
+def votes_on_world_if_one_lacks(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
+    """Exchange which gradients ranks have if one lacks some, and forget the group there."""
+
+    def average(model: Any) -> None:
+        group = model.process_group
+        params = list(model.parameters())
+        mine = torch.tensor([one.grad is not None for one in params], dtype=torch.uint8)
+        if _lacks_any(model, group):
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+        for parameter, is_used in zip(params, mine.tolist(), strict=True):
+            if is_used:
+                _fill(parameter)
+                parameter.grad.copy_(_mean(parameter.grad, group))
+
+    return _averaged_by(model, is_final_microbatch, average)
+
+
+def divides_by_world_if_one_lacks(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
+    """Take the size of WORLD for that of the group if a rank lacks a gradient."""
+
+    def average(model: Any) -> None:
+        group = model.process_group
+        is_seldom = _lacks_any(model, group)
+        for parameter in model.parameters():
+            if is_seldom and parameter.requires_grad:
+                _fill(parameter)
+                parameter.grad.div_(dist.get_world_size())
+                sent = parameter.grad.contiguous()
+                dist.all_reduce(sent, group=group)
+                parameter.grad.copy_(sent)
+            elif parameter.grad is not None:
+                parameter.grad.copy_(_mean(parameter.grad, group))
+
+    return _averaged_by(model, is_final_microbatch, average)
+
+
+def _fill(parameter: torch.nn.Parameter) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+MUTANTS = [
+    *_mutants("16.23", "one_window_for_all_models", "window_of_the_latest_model"),
+    *_mutants("16.9", "votes_on_world_if_one_lacks", worlds=(2, 4), hangs=True),
+    *_mutants("16.9", "divides_by_world_if_one_lacks", worlds=(2, 4)),
+]
