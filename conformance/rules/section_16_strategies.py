@@ -228,16 +228,19 @@ def kept(run: Run, claims: Claims, found: Found) -> None:
     "Any process group works",
     on=(SUBGROUPS, AFTER_WORLD, REWRAPPED),
     owns=(SUBGROUPS, AFTER_WORLD, REWRAPPED),
-    needs=("16.2",),
+    needs=("16.4",),
     source="torch documentation, torch.distributed.new_group: group ranks are not global ranks",
-    remedy="model.process_group and its size in every collective; a global rank in place of a rank "
-    "in the group; a group or its size that is kept from the first model, by id(model) or network",
+    remedy="model.process_group and its size in every collective, also in one that comes only if a "
+    "rank lacks a gradient; a global rank in place of a rank in the group; a group or its size "
+    "that is kept from the first model, by id(model) or network",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of a model on a subgroup are the means over its ranks, and every collective is on
-    that group. They are the means as well if the process has trained a model on WORLD before, which
-    is gone, and had the id() that the model has now; and if the same network was trained on WORLD,
-    then on other subgroups of this size, for one to three steps each, and wrapped anew."""
+    that group. In drawn steps one group, both or neither lack the gradients of some parameters, on
+    one rank or on all; not under ``all_used``. They are the means as well if the process has
+    trained a model on WORLD before, which is gone, and had the id() that the model has now; and if
+    the same network was trained on WORLD, then on other subgroups of this size, for one to three
+    steps each, and wrapped anew."""
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only, and was run on WORLD")
         return

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.scenarios.sparse import ROWS
+from conformance.scenarios.strategy_uses import BY_GROUP
 
 # 100 bytes, which is 25 elements of float32: a bucket holds a few of the small parameters.
 _CAP = 100 / 2**20
@@ -178,9 +179,11 @@ SPARSE = replace(
 SUBGROUPS = replace(
     PLAIN,
     name="strategy_subgroups",
-    summary="two models on two disjoint subgroups of WORLD; group ranks are not global ranks",
+    summary="two models on two disjoint subgroups of WORLD; group ranks are not global ranks; in "
+    "drawn steps one group leaves out drawn parameters, or both do, or one rank of a group",
+    steps=("crafted",) * 6,
     groups=((1, 3), (0, 2)),
-    variant="two",
+    variant=BY_GROUP,
     observe=replace(PLAIN.observe, collectives=True),
 )
 
