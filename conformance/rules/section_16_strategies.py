@@ -212,7 +212,7 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     "Existing gradients stay in the sum",
     on=(KEPT,),
     owns=(KEPT,),
-    needs=("16.2",),
+    needs=("16.2", "16.10"),
     source="torch documentation, torch.Tensor.backward: gradients accumulate until they are "
     "cleared",
     remedy="gradients that are cleared or set aside when a step begins: only the trainer knows "
@@ -361,7 +361,7 @@ def without(run: Run, claims: Claims, found: Found) -> None:
     "Exceptions come out of the context unchanged",
     on=(RAISES,),
     owns=(RAISES,),
-    needs=("16.13",),
+    needs=("16.10", "16.13"),
     unless="counts",
     source="Python documentation, contextlib.contextmanager: an exception in the body is raised at "
     "the yield; torch's no_sync",

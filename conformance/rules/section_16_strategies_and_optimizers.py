@@ -44,7 +44,7 @@ def shared(run: Run, claims: Claims, found: Found) -> None:
     "Optimizers may take turns, and parameters may come later",
     on=(ADDED, TURNS, SWAPPED, FREEZING, UNFROZEN),
     owns=(ADDED, TURNS, SWAPPED, FREEZING, UNFROZEN),
-    needs=("16.2", "16.5"),
+    needs=("16.2", "16.5", "16.10"),
     since="1.6",
     source="torch documentation, torch.optim.Optimizer.add_param_group: layers that are frozen at "
     "first are added as training goes on; torch.optim.Optimizer.zero_grad (set_to_none); GANs; an "

@@ -99,7 +99,7 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     "A rank may have nothing to do in a micro-batch",
     on=(EMPTY,),
     owns=(EMPTY,),
-    needs=("16.4",),
+    needs=("16.4", "16.10"),
     since="1.2",
     source="empty batches on one rank: its context is entered, and nothing happens in it",
     remedy="collectives that begin in the backward, and wait for one on every rank; an average "
@@ -128,7 +128,7 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     "Two models do not mix",
     on=(TWO,),
     owns=(TWO,),
-    needs=("16.4",),
+    needs=("16.4", "16.10"),
     since="1.2",
     unless="counts",
     source="training of two models in one process, such as a GAN",
@@ -198,15 +198,15 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     "A step may be given up",
     on=(ABANDONED,),
     owns=(ABANDONED,),
-    needs=("16.2",),
+    needs=("16.2", "16.10"),
     since="1.2",
     unless="counts",
     source="training loops that skip the rest of a step, after a loss of NaN or at the end of an "
     "epoch; torch.amp.GradScaler, which does not step after an overflow; torch documentation, "
     "torch.nn.Module.zero_grad and torch.optim.Optimizer.zero_grad",
-    remedy="counts of micro-batches, or gradients set aside, that only a last micro-batch resets, "
-    "or a hook on one of the calls that clear gradients, or on step() of an optimizer: begin anew "
-    "after each last micro-batch, and accumulate in the gradients themselves",
+    remedy="counts of micro-batches, gradients set aside, or sums in float32, that only a last "
+    "micro-batch resets, or a hook on one of the calls that clear gradients, or on step() of an "
+    "optimizer: begin anew after each last micro-batch, and accumulate in the gradients themselves",
 )
 def abandoned(run: Run, claims: Claims, found: Found) -> None:
     """If a step is given up before its last micro-batch, and gradients are cleared, the next step
@@ -220,6 +220,9 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     In all runs the trainer has three ways to clear gradients: the model's ``zero_grad``,
     those of its optimizers, and ``p.grad = None`` for each parameter. They come in turn, in a drawn
     order; steps that are given up have different ones.
+
+    Here, and in 16.8, 16.14, 16.22, 16.23, 16.26, 16.29, 16.36 and a run of 16.27, drawn parameters
+    have float16 or bfloat16, one at least: sums in float32 beside them end with the gradients.
     """
     require_means(run, found)
 
@@ -272,7 +275,7 @@ def recovered(run: Run, claims: Claims, found: Found) -> None:
     on=(SECOND, PASSES, PARTS, PENALTIES),
     owns=(SECOND, PASSES, PARTS, PENALTIES),
     may_refuse=True,
-    needs=("16.2",),
+    needs=("16.2", "16.10"),
     since="1.2",
     source="torch documentation, torch.Tensor.backward (retain_graph, inputs) and "
     "torch.autograd.grad: two losses of one micro-batch, adversarial examples, gradient penalties",

@@ -1,4 +1,9 @@
-"""Dtypes of the parameters whose gradients have another one, by ``torch.Tensor.grad_dtype``.
+"""Dtypes of parameters and of their gradients.
+
+Parameters of half precision are beside others in runs of all kinds: a strategy may have buffers of
+float32 for their gradients, and has to treat these as the gradients whenever a step ends.
+
+Other parameters have gradients of another dtype, by ``torch.Tensor.grad_dtype``.
 
 With ``grad_dtype`` float32, torch accumulates the gradients of a parameter of bfloat16 in float32;
 with None, in the dtype of the first one. The dtypes of a scenario's ``params`` are those of the
@@ -14,7 +19,18 @@ from functools import lru_cache
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.strategy_training import GRADIENT_DTYPES, LARGE_DTYPES
+from conformance.scenarios.strategy import KEPT, RAISES
+from conformance.scenarios.strategy_training import (
+    ABANDONED,
+    EMPTY,
+    GRADIENT_DTYPES,
+    LARGE_DTYPES,
+    LONG,
+    PASSES,
+    RECOVERED,
+    TWO,
+    UNFROZEN,
+)
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _HALVES = _DTYPES[:2]
@@ -32,6 +48,29 @@ _SCALES = {
     ("float64", "bfloat16"): (170, 600),
     ("float64", "float32"): (170, 600),
 }
+
+# Scenarios with parameters of half precision beside others.
+_WITH_HALVES = frozenset(
+    one.name for one in (KEPT, RAISES, ABANDONED, EMPTY, LONG, PASSES, RECOVERED, TWO, UNFROZEN)
+)
+
+
+def with_halves(scenario: Scenario) -> Scenario:
+    """Return a scenario with drawn parameters of drawn dtypes, if it is one that has them.
+
+    One at least has half precision, and the first one has float32. Crafted values are exact in
+    half precision, too, on two ranks and in steps of up to four micro-batches.
+    """
+    if scenario.name not in _WITH_HALVES:
+        return scenario
+    draws = generator(scenario, "dtypes")
+    params = list(scenario.params)
+    others = range(1, len(params))
+    half, *more = draws.sample(others, draws.randint(2, len(others)))
+    params[half] = replace(params[half], dtype=draws.choice(_HALVES))
+    for index in more:
+        params[index] = replace(params[index], dtype=draws.choice(_DTYPES))
+    return replace(scenario, params=tuple(params))
 
 
 @dataclass(frozen=True)

@@ -475,7 +475,7 @@ def uses(
         case "freezing" | "unfrozen":
             return not is_frozen(scenario, step, batch, index)
         case variant if variant == TWO_MODELS:
-            return uses_of_two(scenario, place, step, batch, index)
+            return uses_of_two(scenario, step, batch, index)
         case variant if variant == BY_GROUP:
             return uses_in_group(scenario, first_rank, place, step, index)
         case "turns":

@@ -15,37 +15,34 @@ TWO_MODELS = "two_models"
 TWO_ALIKE = "two_models_alike"
 BY_GROUP = "by_group"
 
-# Micro-batches of a step with two: both, the first or the last one alone, or drawn ones on each
-# rank.
-_ALWAYS, _FIRST_ALONE, _LAST_ALONE, _BY_RANK = range(4)
+# Micro-batches of a step with two: both, the first or the last one alone.
+_ALWAYS, _FIRST_ALONE, _LAST_ALONE = range(3)
 
 # Which groups lack a gradient in a step.
 _BOTH, _FIRST, _SECOND, _NEITHER = range(4)
 
 
-def uses_of_two(scenario: Scenario, place: int, step: int, batch: int, index: int) -> bool:
-    """Whether the micro-batch of a rank uses a parameter, if two models take turns.
+def uses_of_two(scenario: Scenario, step: int, batch: int, index: int) -> bool:
+    """Whether a micro-batch uses a parameter, if two models take turns.
 
     The last micro-batch of one model comes between the two of the other one. In every step some
-    parameters are used before alone, and some after it alone.
+    parameters are used before alone, and some after it alone. All ranks use the same ones: if
+    contexts are nested, a strategy may average in a backward, or at the end, by their number.
 
     Args:
         scenario: the scenario.
-        place: the rank's number within the group.
         step: the step, which is that of one model.
         batch: the micro-batch of the step.
         index: the parameter.
     """
     kind = _kinds_of_two(scenario, step)[index]
-    if kind == _BY_RANK:
-        return generator(scenario, f"{step}/{batch}/p{index} of {place}").random() < 0.5
     return {_FIRST_ALONE: batch == 0, _LAST_ALONE: batch > 0}.get(kind, True)
 
 
 @lru_cache(maxsize=64)
 def _kinds_of_two(scenario: Scenario, step: int) -> tuple[int, ...]:
     draws = generator(scenario, f"kinds {step}")
-    every = [_ALWAYS, _FIRST_ALONE, _LAST_ALONE, _BY_RANK]
+    every = [_ALWAYS, _FIRST_ALONE, _LAST_ALONE]
     kinds = [*every, *draws.choices(every, k=len(scenario.params) - len(every))]
     draws.shuffle(kinds)
     return tuple(kinds)

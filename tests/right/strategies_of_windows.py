@@ -88,7 +88,76 @@ def asks_if_one_lacks(model: Any, is_final_microbatch: bool) -> Iterator[None]:
     model.require_forward_param_sync = True
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+# For each parameter of half precision the sum of its gradients in float32, and the sum as it was
+# written to the gradient.
+_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _is_half(parameter: torch.nn.Parameter) -> bool:
+    grad = parameter.grad
+    return parameter.dtype in _HALVES and (grad is None or grad.dtype == parameter.dtype)
+
+
+def _is_summed(parameter: torch.nn.Parameter) -> bool:
+    entry = _sums.get(parameter)
+    if entry is None or parameter.grad is None:
+        return False
+    return torch.equal(parameter.grad, entry[1])
+
+
+def _add(parameter: torch.nn.Parameter, goes_on: bool) -> None:
+    """Add a gradient to its sum, which may begin anew, and write the sum to the gradient."""
+    earlier = _sums.pop(parameter, None)
+    if parameter.grad is None or not _is_half(parameter):
+        return
+    total = parameter.grad.float()
+    if goes_on and earlier is not None:
+        total += earlier[0]
+    parameter.grad.copy_(total)
+    _sums[parameter] = (total, parameter.grad.clone())
+
+
+@contextmanager
+def sums_beside_halves(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Accumulate gradients of half precision in float32 beside them, and round the sum.
+
+    A sum ends with its gradient: when that is cleared, or changed by others.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    params = list(model.parameters())
+    group = model.process_group
+    # These gradients are in the sums; meanwhile they are zeros.
+    held = {parameter: parameter.grad for parameter in params if _is_summed(parameter)}
+    for grad in held.values():
+        grad.zero_()
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        for parameter in params:
+            _add(parameter, parameter.grad is held.get(parameter))
+    if not is_final_microbatch:
+        return
+    _refuse_sparse(params)
+    are_used = _vote([one.grad is not None for one in params], group)
+    for parameter, is_used in zip(params, are_used, strict=True):
+        if not is_used or not _is_half(parameter):
+            _average([parameter], [is_used], group)
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        total, _ = _sums.pop(parameter, (parameter.grad.float(), None))
+        sent = total.div(group.size()).contiguous()
+        dist.all_reduce(sent, group=group)
+        parameter.grad.copy_(sent)
+    model.require_forward_param_sync = True
+
+
 RIGHT = [
+    Right("sums_beside_halves", kind="strategy"),
     Right("noted_by_model", kind="strategy"),
     Right("asks_if_one_lacks", kind="strategy"),
 ]

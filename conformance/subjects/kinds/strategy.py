@@ -47,6 +47,7 @@ from conformance.scenarios.strategy import (
     WITHOUT,
 )
 from conformance.scenarios.strategy_breaks import RECOVERED_ALIKE, RECOVERED_EARLY
+from conformance.scenarios.strategy_dtypes import with_halves
 from conformance.scenarios.strategy_passes import BY_FORWARDS
 from conformance.scenarios.strategy_schedule import _DIFFERENT, ZEROED, counted
 from conformance.scenarios.strategy_training import (
@@ -112,6 +113,7 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
         scenario = counted(scenario, claimed["counts"]["name"])
     if scenario.variant == "claim":
         return scenario  # it shows that the claims are needed, so it makes no allowance for them
+    scenario = with_halves(scenario)
     if scenario.name == LARGE.name:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
