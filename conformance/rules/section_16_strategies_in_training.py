@@ -151,7 +151,7 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "Buffers stay those of the first rank",
     on=(BUFFERS, OWN_BUFFERS, GROUP_BUFFERS, REWRAPPED_BUFFERS),
     owns=(BUFFERS, OWN_BUFFERS, GROUP_BUFFERS, REWRAPPED_BUFFERS),
-    needs=("16.2",),
+    needs=("16.2", "16.25", "16.26"),
     since="1.2",
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
@@ -161,7 +161,7 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "dtype, those of frozen layers too; read the list anew in every step, since a list that is "
     "kept lacks new buffers, and state_dict() lacks some; copy a contiguous copy back into its "
     "buffer. Send no buffers if model.broadcast_buffers is False, and none in hooks that stay on "
-    "the module: one rank alone may evaluate it",
+    "the module: one rank alone may evaluate it. Put a changed option back in a finally",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
@@ -182,6 +182,10 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     Before two drawn steps one rank alone, which is drawn, has a forward of the module inside of DDP
     in evaluation mode, as the main process of many scripts has: a hook there that sends something
     waits for the others.
+
+    A drawn step of one run goes on after a forward that is followed by an exception, and another
+    one is given up: buffers are those of the first rank from the next whole step but one on; not
+    under ``counts``.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own. Buffers of a model on a

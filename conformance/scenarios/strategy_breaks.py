@@ -5,6 +5,8 @@ two losses, of the first of two passes, or of the layers that a backward has com
 ``.grad`` on all ranks, and the trainer keeps them: the next synchronisation averages them, too.
 """
 
+from collections.abc import Mapping
+
 from conformance.scenarios.interrupts import CAUGHT, INTERRUPTS, OUT_OF_MEMORY
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
@@ -27,6 +29,10 @@ VARIANTS = (RECOVERED, RECOVERED_ALIKE, RECOVERED_EARLY)
 # A step has the parameters of each kind.
 _ALWAYS, _BEFORE_IT, _AFTER_IT, _BY_RANK, _IN_IT_ALONE = range(5)
 
+# A scenario with buffers, in which one step goes on after an exception, and one is given up.
+WITH_BUFFERS = "strategy_buffers"
+# Its numbers of micro-batches, in turn.
+BATCHES_WITH_BUFFERS = (2, 4, 1)
 
 _COME_AGAIN = 2  # steps
 
@@ -38,6 +44,40 @@ def comes_again(scenario: Scenario, step: int) -> bool:
     micro-batch, so that it breaks off before.
     """
     return scenario.variant in VARIANTS and step in _steps_with_two_ends(scenario)
+
+
+def failed_with_buffers(scenario: Scenario) -> Mapping[int, int]:
+    """Return the step that goes on after an exception, and the micro-batch that fails before its
+    backward, if the model has buffers.
+
+    The step is drawn, and another one than the last.
+    """
+    draws = generator(scenario, "a failure with buffers")
+    given_up = given_up_with_buffers(scenario)
+    steps = [step for step in _accumulating(scenario, 0, 1) if step not in given_up]
+    step = draws.choice(steps)
+    return {step: draws.randrange(_number_with_buffers(step) - 1)}
+
+
+def given_up_with_buffers(scenario: Scenario) -> Mapping[int, int]:
+    """Return the step that is given up, and the number of micro-batches before that, if the model
+    has buffers.
+
+    The step is drawn: two whole ones follow it at least, and one comes before.
+    """
+    draws = generator(scenario, "given up with buffers")
+    step = draws.choice(_accumulating(scenario, 1, 2))
+    return {step: draws.randrange(1, _number_with_buffers(step))}
+
+
+def _number_with_buffers(step: int) -> int:
+    return BATCHES_WITH_BUFFERS[step % len(BATCHES_WITH_BUFFERS)]
+
+
+def _accumulating(scenario: Scenario, first: int, after: int) -> list[int]:
+    """Return the steps with several micro-batches, but for some at the begin and at the end."""
+    steps = range(first, len(scenario.steps) - after)
+    return [step for step in steps if _number_with_buffers(step) > 1]
 
 
 def place_among_breaks(scenario: Scenario, step: int) -> int:

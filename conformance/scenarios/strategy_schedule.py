@@ -6,21 +6,26 @@ within its group.
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from conformance.scenarios.averager_training import option, with_option
 from conformance.scenarios.interrupts import CAUGHT, ERROR, INTERRUPTS, drawn_interrupts
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy_breaks import (
+    BATCHES_WITH_BUFFERS,
     RECOVERED,
     RECOVERED_ALIKE,
     RECOVERED_EARLY,
     VARIANTS,
+    WITH_BUFFERS,
     comes_again,
     drawn_error,
+    failed_with_buffers,
+    given_up_with_buffers,
     place_among_breaks,
     uses_around_break,
 )
+from conformance.scenarios.strategy_swaps import swap_of
 from conformance.scenarios.strategy_uses import BY_GROUP, TWO_MODELS, uses_in_group, uses_of_two
 
 # Numbers of micro-batches by variant; steps go through them in turn. Other variants have two.
@@ -37,7 +42,7 @@ _BATCHES = {
     RECOVERED_EARLY: (3, 4),
     "penalties": (2, 3),
     "penalties_by_forwards": (2, 3),
-    "buffers": (2, 4, 1),
+    "buffers": BATCHES_WITH_BUFFERS,
     "freezing": (2, 3),
 }
 
@@ -150,6 +155,8 @@ def abandoned_after(scenario: Scenario, step: int) -> int | None:
 
     Its last micro-batch never comes, and its gradients are cleared.
     """
+    if scenario.name == WITH_BUFFERS and not count_of(scenario):
+        return given_up_with_buffers(scenario).get(step)
     if scenario.variant != "abandoned":
         return None
     draw = _generator(scenario, 0)
@@ -169,6 +176,8 @@ def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
     if scenario.variant == "long":
         draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
         return 0 if draw.random() < 0.2 else None
+    if scenario.name == WITH_BUFFERS:
+        return failed_with_buffers(scenario).get(step)
     if scenario.variant not in VARIANTS:
         return None
     if comes_again(scenario, step):
@@ -304,49 +313,6 @@ def added(scenario: Scenario) -> tuple[int, frozenset[int]]:
     step = numbers.randint(1, len(scenario.steps) - 2)
     indices = numbers.sample(range(len(scenario.params)), numbers.randint(1, 4))
     return step, frozenset(indices)
-
-
-@dataclass(frozen=True)
-class Swap:
-    """Parameters that others take the place of; their number stays.
-
-    Attributes:
-        step: the step before which the optimizer drops some parameters and is given as many others.
-        dropped: the first of these, which are used before that step alone.
-        given: the others, which are used from that step on.
-        renewed_at: the step before which layers are replaced by new ones of the same shapes, and
-            the model is wrapped in DDP again.
-        renewed: the parameters of these layers.
-    """
-
-    step: int
-    dropped: frozenset[int]
-    given: frozenset[int]
-    renewed_at: int
-    renewed: tuple[int, ...]
-
-    def unused(self, step: int) -> frozenset[int]:
-        """Return the parameters that no rank uses in a step, and no optimizer has."""
-        return self.given if step < self.step else self.dropped
-
-
-def swap_of(scenario: Scenario) -> Swap | None:
-    """Return the parameters that are swapped in a scenario, if any are."""
-    if scenario.variant != "swapped":
-        return None
-    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}")
-    every = range(len(scenario.params))
-    drawn = numbers.sample(every, 2 * numbers.randint(1, 3))
-    dropped = frozenset(drawn[::2])
-    step = numbers.randint(1, 3)
-    return Swap(
-        step=step,
-        dropped=dropped,
-        given=frozenset(drawn[1::2]),
-        renewed_at=numbers.randint(step + 1, len(scenario.steps) - 1),
-        # Hooks of a strategy on a parameter that stays would belong to both models.
-        renewed=tuple(every),
-    )
 
 
 def part_of(scenario: Scenario, index: int) -> int:

@@ -139,10 +139,11 @@ BUFFERS = replace(
     PLAIN,
     name="strategy_buffers",
     summary="a model with buffers of ten dtypes in drawn memory layouts, such as the running "
-    "statistics of a BatchNorm, counts, sums in float64 and a mask, in steps of 2, 4, 1 and 2 "
-    "micro-batches; in three drawn ones the modes of the model and of its layers differ; before "
-    "two drawn ones a drawn rank evaluates the module alone",
-    steps=("crafted",) * 4,
+    "statistics of a BatchNorm, counts, sums in float64 and a mask, in steps of 2, 4 and 1 "
+    "micro-batches, twice; in three drawn ones the modes of the model and of its layers "
+    "differ; before two drawn ones a drawn rank evaluates the module alone; one drawn one goes on "
+    "after an exception, and one is given up",
+    steps=("crafted",) * 6,
     world_sizes=(2, 3),
     variant="buffers",
     prerequisite="strategy_accumulated",
@@ -151,7 +152,9 @@ BUFFERS = replace(
 OWN_BUFFERS = replace(
     BUFFERS,
     name="strategy_own_buffers",
-    summary="the scenario `strategy_buffers` under DDP with broadcast_buffers=False",
+    summary="the scenario `strategy_buffers` under DDP with broadcast_buffers=False, in four whole "
+    "steps",
+    steps=BUFFERS.steps[:4],
     ddp=replace(BUFFERS.ddp, broadcast_buffers=False),
 )
 
@@ -159,7 +162,9 @@ OWN_BUFFERS = replace(
 GROUP_BUFFERS = replace(
     BUFFERS,
     name="strategy_group_buffers",
-    summary="the scenario `strategy_buffers` on two disjoint subgroups of WORLD",
+    summary="the scenario `strategy_buffers` on two disjoint subgroups of WORLD, in four whole "
+    "steps",
+    steps=BUFFERS.steps[:4],
     groups=SUBGROUPS.groups,
     prerequisite="strategy_subgroups",
 )
@@ -169,6 +174,7 @@ REWRAPPED_BUFFERS = replace(
     name="strategy_rewrapped_buffers",
     summary="a network with the buffers of `strategy_buffers` is trained on WORLD, and on two "
     "subgroups; then its buffers are cleared, and DDP wraps it anew on two other ones",
+    steps=BUFFERS.steps[:4],
     groups=REWRAPPED.twin_groups,
     twin_groups=SUBGROUPS.groups,
     prerequisite="strategy_rewrapped",

@@ -156,9 +156,32 @@ def votes_in_a_lasting_hook(model: Any, is_final_microbatch: bool) -> Iterator[N
         _average(model)
 
 
+@contextmanager
+def leaves_buffers_off(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Send buffers when a step ends, and switch DDP's own broadcast off until a context ends well:
+    after an exception the option seems to be the user's.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    sends = model.broadcast_buffers
+    model.broadcast_buffers = False
+    with model.no_sync():
+        yield
+    model.broadcast_buffers = sends
+    if is_final_microbatch:
+        _average(model)
+        for buffer in model.buffers() if sends else ():
+            whole = buffer.contiguous()
+            root = dist.get_global_rank(model.process_group, 0)
+            dist.broadcast(whole, root, group=model.process_group)
+            buffer.copy_(whole)
+
+
 MUTANTS = [
     *_mutants("16.26", "forgets_a_failed_window"),
     *_mutants("16.22", "votes_on_the_last", "gives_up_after_no_work"),
     *_mutants("16.24", "sends_in_a_lasting_hook", hangs=True),
+    *_mutants("16.24", "leaves_buffers_off"),
     *_mutants("16.29", "votes_in_a_lasting_hook", hangs=True),
 ]

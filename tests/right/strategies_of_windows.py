@@ -156,7 +156,33 @@ def sums_beside_halves(model: Any, is_final_microbatch: bool) -> Iterator[None]:
     model.require_forward_param_sync = True
 
 
+@contextmanager
+def sends_buffers_itself(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Send buffers when a step ends, and switch DDP's own broadcast off within contexts."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    sends = model.broadcast_buffers
+    model.broadcast_buffers = False
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        model.broadcast_buffers = sends
+    if not is_final_microbatch:
+        return
+    group = model.process_group
+    params = list(model.parameters())
+    _refuse_sparse(params)
+    _average(params, _vote([one.grad is not None for one in params], group), group)
+    for buffer in model.buffers() if sends else ():
+        whole = buffer.contiguous()
+        dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+        buffer.copy_(whole)
+
+
 RIGHT = [
+    Right("sends_buffers_itself", kind="strategy"),
     Right("sums_beside_halves", kind="strategy"),
     Right("noted_by_model", kind="strategy"),
     Right("asks_if_one_lacks", kind="strategy"),

@@ -29,6 +29,7 @@ from conformance.scenarios.strategy_rates import (
     schedule_keys,
 )
 from conformance.scenarios.strategy_schedule import (
+    abandoned_after,
     batches,
     clears_to_zeros,
     fails_and_goes_on,
@@ -42,6 +43,7 @@ from conformance.scenarios.strategy_schedule import (
     uses,
 )
 from conformance.scenarios.strategy_training import (
+    BUFFERS,
     EMPTY,
     GRADIENT_DTYPES,
     LARGE_DTYPES,
@@ -286,3 +288,16 @@ def test_groups_lack_gradients_together_alone_and_not_at_all() -> None:
             for step in range(len(scenario.steps))
         }
         assert lacking == {(True, True), (True, False), (False, True), (False, False)}
+
+
+def test_buffers_are_judged_after_an_exception_and_after_a_step_that_is_given_up() -> None:
+    for seed in range(50):
+        scenario = drawn(BUFFERS, seed)
+        every = range(len(scenario.steps))
+        (failed,) = [step for step in every if fails_and_goes_on(scenario, step) is not None]
+        (given_up,) = [step for step in every if abandoned_after(scenario, step) is not None]
+        assert failed != given_up
+        assert not is_last(scenario, failed, fails_and_goes_on(scenario, failed) or 0)
+        assert 0 < (abandoned_after(scenario, given_up) or 0) < batches(scenario, given_up)
+        assert [step for step in every if step > failed and step - given_up not in (0, 1)]
+        assert given_up + 2 in every

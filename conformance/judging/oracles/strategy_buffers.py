@@ -9,6 +9,10 @@ rank. After a step of n micro-batches a rank r may hold
     u(B_0(n - 1), t_r(n))                       if they are sent in every micro-batch
     B_0(n)                                      if they are sent when the step ends
 
+DDP sends none in the step that follows one that was given up before its last micro-batch: the step
+after that is the next one that begins with those of the first rank. The micro-batches that came
+count, in all of their forwards.
+
 With broadcast_buffers=False nothing is sent: rank r holds the results of its own forwards alone.
 While a layer is in evaluation mode (``scenarios/buffer_forms.py``), u leaves its buffers alone.
 """
@@ -32,7 +36,7 @@ from conformance.scenarios.buffer_forms import (
 )
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.model_buffers import UPDATED, Update, update_of
-from conformance.scenarios.strategy_schedule import batches
+from conformance.scenarios.strategy_schedule import abandoned_after, batches, is_judged
 
 # The buffers, in words.
 _BUFFERS = {
@@ -59,6 +63,8 @@ def require_buffers(run: Run, found: Found) -> None:
     them.
     """
     for rank, step in steps(run):
+        if not _begins_with_firsts(run.scenario, step):
+            continue
         tensors = run.ranks[rank].tensors
         # Where DDP sends no complex tensors, the model has none.
         names = [one for one in _BUFFERS if one not in _COMPLEX or _key(step, one) in tensors]
@@ -72,6 +78,11 @@ def require_buffers(run: Run, found: Found) -> None:
                 f"rank {rank}, step {step}: {_shown(got[name])}",
                 cause,
             )
+
+
+def _begins_with_firsts(scenario: Scenario, step: int) -> bool:
+    """Whether DDP sends buffers as a step begins, and the step comes to its end."""
+    return is_judged(scenario, step) and (step == 0 or is_judged(scenario, step - 1))
 
 
 def _key(step: int, name: str) -> str:
@@ -157,7 +168,8 @@ def _values_of(run: Run, place: int, step: int, name: str) -> list[Any]:
     """
     values: list[Any] = [0]
     for earlier in range(step + 1):
-        for batch in range(batches(run.scenario, earlier)):
+        given_up = abandoned_after(run.scenario, earlier)
+        for batch in range(batches(run.scenario, earlier) if given_up is None else given_up):
             update = update_of(run.scenario, place, earlier, batch)
             values.append(_updated(run.scenario, earlier, name, values[-1], update))
     return values

@@ -1,7 +1,7 @@
 """Backward passes and gradients of a sync strategy's steps, as trainers have them."""
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def exception_of(name: str) -> type[BaseException]:
 
 def break_off(
     way: str,
-    model: torch.nn.Module,
+    model: Callable[[list[torch.Tensor | None]], torch.Tensor],
     grads: Sequence[torch.Tensor | None],
     made: Mapping[int, torch.nn.Parameter],
     error: BaseException,
@@ -84,7 +84,7 @@ def break_off(
 
     Args:
         way: where it is raised; a constant of ``scenarios/strategy_breaks.py``.
-        model: the model.
+        model: a forward of the model.
         grads: the gradients of the micro-batch.
         made: the parameters whose gradients it makes before, by their numbers.
         error: the exception.
@@ -99,7 +99,7 @@ def break_off(
         # The engine begins with the nodes that were made last.
         (model(some) + later).backward()
     else:
-        loss = model(grads)
+        loss = model(list(grads))
         if way == AFTER:
             loss.backward()
         elif way == PARTED:

@@ -11,7 +11,8 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import SHARED
 from conformance.scenarios.strategy_rates import classes, rates, schedule_keys
-from conformance.scenarios.strategy_schedule import added, part_of, swap_of
+from conformance.scenarios.strategy_schedule import added, part_of
+from conformance.scenarios.strategy_swaps import swap_of
 
 
 class CountingOptimizer(torch.optim.Optimizer):

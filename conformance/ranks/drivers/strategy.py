@@ -50,7 +50,6 @@ from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 from conformance.scenarios.strategy_passes import ALTERNATING, FORWARDS_FIRST, Passes, passes_of
 from conformance.scenarios.strategy_schedule import (
     ZEROED,
-    Swap,
     abandoned_after,
     added,
     batches,
@@ -68,11 +67,11 @@ from conformance.scenarios.strategy_schedule import (
     raised_in,
     raises_in,
     steps_before,
-    swap_of,
     turns,
     uses,
 )
 from conformance.scenarios.strategy_step_ends import optimizers_step
+from conformance.scenarios.strategy_swaps import Swap, swap_of
 from conformance.scenarios.strategy_training import (
     AFTER_WORLD,
     FREEZING,
@@ -462,7 +461,7 @@ class StrategyDriver(RankDriver):
         caught: BaseException | None = None
         try:
             with self._context_of(is_final):
-                break_off(way, self.model, grads, made, raised)
+                break_off(way, self._forward, grads, made, raised)
         except BaseException as error:
             caught = error
         text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
