@@ -54,15 +54,16 @@ TORCH = "torch documentation, DistributedDataParallel"
     "Models are as large as in training",
     on=(LARGE,),
     owns=(LARGE,),
-    needs=("16.2",),
+    needs=("16.4",),
     since="1.2",
     source=f"{TORCH} (bucket_cap_mb); flat buffers and chunks of strategies",
     remedy="chunks of a fixed size, of which the last is left out; limits on the number of "
-    "parameters",
+    "parameters; a path for large gradients that takes those that a rank happens to have",
 )
 def large(run: Run, claims: Claims, found: Found) -> None:
     """Every element of the gradients of a model of some hundred parameters is averaged: 170 to 400
-    small ones, one of 2**17 to 2**18 elements and one of 2**20 to 2**21.
+    small ones, one of 2**17 to 2**18 elements and one of 2**20 to 2**21. Two more have one size,
+    2**16 to 2**20 elements, and in each step another rank leaves out each; not under ``all_used``.
 
     The numbers are drawn from the session's seed.
     """

@@ -394,6 +394,13 @@ def large_halves_first(draw: random.Random) -> tuple[Param, ...]:
     return tuple(made)
 
 
+def large_twins(draw: random.Random) -> tuple[Param, ...]:
+    """Return two parameters of one size: 2**16 to 2**20 elements, every size as likely as its
+    double.
+    """
+    return (Param((round(2 ** draw.uniform(16, 20)),)),) * 2
+
+
 def two_large(draw: random.Random) -> tuple[Param, ...]:
     """Return a parameter of 2**10 to 2**20 elements, every size as likely as its double, and one
     of 2**20 to 2**21.

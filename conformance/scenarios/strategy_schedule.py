@@ -26,7 +26,14 @@ from conformance.scenarios.strategy_breaks import (
     uses_around_break,
 )
 from conformance.scenarios.strategy_swaps import swap_of
-from conformance.scenarios.strategy_uses import BY_GROUP, TWO_MODELS, uses_in_group, uses_of_two
+from conformance.scenarios.strategy_uses import (
+    BY_GROUP,
+    LARGE_TWINS,
+    TWO_MODELS,
+    uses_in_group,
+    uses_of_two,
+    uses_twin,
+)
 
 # Numbers of micro-batches by variant; steps go through them in turn. Other variants have two.
 _BATCHES = {
@@ -442,6 +449,8 @@ def uses(
             return not is_frozen(scenario, step, batch, index)
         case variant if variant == TWO_MODELS:
             return uses_of_two(scenario, step, batch, index)
+        case variant if variant == LARGE_TWINS:
+            return uses_twin(scenario, size, place, step, index)
         case variant if variant == BY_GROUP:
             return uses_in_group(scenario, first_rank, place, step, index)
         case "turns":

@@ -15,12 +15,13 @@ LARGE = replace(
     PLAIN,
     name="strategy_large",
     summary="two micro-batches of some hundred parameters, one of them of a million elements and "
-    "more; drawn sizes, and DDP's default buckets",
+    "more; drawn sizes, and DDP's default buckets; another rank leaves out each of two large "
+    "parameters of one size",
     steps=("crafted", "normal"),
     ddp=DDPOptions(),
     world_sizes=(2,),
     variant="two",
-    prerequisite="strategy_accumulated",
+    prerequisite="strategy_ranks",
 )
 
 # As a GradScaler does, two parameters have gradients that are scaled by powers of two. One more, of

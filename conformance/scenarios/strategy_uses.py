@@ -14,6 +14,8 @@ TWO_MODELS = "two_models"
 # The variant TWO_MODELS if all micro-batches use all parameters.
 TWO_ALIKE = "two_models_alike"
 BY_GROUP = "by_group"
+# The last two parameters are large ones of one size.
+LARGE_TWINS = "large_twins"
 
 # Micro-batches of a step with two: both, the first or the last one alone.
 _ALWAYS, _FIRST_ALONE, _LAST_ALONE = range(3)
@@ -46,6 +48,21 @@ def _kinds_of_two(scenario: Scenario, step: int) -> tuple[int, ...]:
     kinds = [*every, *draws.choices(every, k=len(scenario.params) - len(every))]
     draws.shuffle(kinds)
     return tuple(kinds)
+
+
+def uses_twin(scenario: Scenario, size: int, place: int, step: int, index: int) -> bool:
+    """Whether a rank uses a parameter in a step, if each of two large ones is left out by another
+    rank.
+
+    Args:
+        scenario: the scenario.
+        size: the size of the group.
+        place: the rank's number within the group.
+        step: the step.
+        index: the parameter.
+    """
+    number = index - len(scenario.params) + 2
+    return number < 0 or place != (step + number) % size
 
 
 def uses_in_group(scenario: Scenario, first_rank: int, place: int, step: int, index: int) -> bool:

@@ -1,5 +1,5 @@
 """Mutants of section 16 that are wrong if another model, or another group, is in the midst of its
-own step.
+own step, or if another rank has other gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -145,8 +145,24 @@ def _fill(parameter: torch.nn.Parameter) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
+def sums_large_ones_that_it_has(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
+    """Average large gradients without a vote: those that this rank has."""
+
+    def average(model: Any) -> None:
+        large = {at for at, one in enumerate(model.parameters()) if one.numel() >= 2**16}
+        _average(model, set(range(len(list(model.parameters())))) - large)
+        for at, parameter in enumerate(model.parameters()):
+            if at in large and parameter.grad is not None:
+                parameter.grad.copy_(_mean(parameter.grad, model.process_group))
+
+    return _averaged_by(model, is_final_microbatch, average)
+
+
 MUTANTS = [
     *_mutants("16.23", "one_window_for_all_models", "window_of_the_latest_model"),
     *_mutants("16.9", "votes_on_world_if_one_lacks", worlds=(2, 4), hangs=True),
+    *_mutants("16.20", "sums_large_ones_that_it_has"),
     *_mutants("16.9", "divides_by_world_if_one_lacks", worlds=(2, 4)),
 ]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager_training import many_params, two_large
+from conformance.scenarios.averager_training import large_twins, many_params, two_large
 from conformance.scenarios.conditions_together import STRATEGY as TOGETHER
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.hash_seeds import STRATEGY as HASH_SEEDS
@@ -66,7 +66,7 @@ from conformance.scenarios.strategy_training import (
     SPECIAL,
     UNFROZEN,
 )
-from conformance.scenarios.strategy_uses import TWO_ALIKE, TWO_MODELS
+from conformance.scenarios.strategy_uses import LARGE_TWINS, TWO_ALIKE, TWO_MODELS
 from conformance.scenarios.tables import prime_from
 from conformance.subjects.kinds._claim import (
     Form,
@@ -117,6 +117,9 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
     if scenario.name == LARGE.name:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
+        if "all_used" not in claimed:
+            twins = large_twins(generator(scenario, "twins"))
+            scenario = replace(scenario, params=(*scenario.params, *twins), variant=LARGE_TWINS)
     if scenario.variant == AUTOCAST.variant:
         params = (*scenario.params, *two_large(generator(scenario)))
         scenario = replace(scenario, params=params)
