@@ -2,6 +2,7 @@
 
 from conformance.judging.common_rules import ON_MORE_RANKS, keeps_no_more, right_beside_own_numbers
 from conformance.judging.oracles.join import (
+    NOT_A_CONTEXT,
     NOT_A_JOINABLE,
     applies_to_context,
     is_context,
@@ -37,6 +38,7 @@ from conformance.scenarios.joins_in_training import (
     EPOCHS,
     HOOKS_RAISE,
     LONG,
+    LONG_EPOCH,
     MANY,
     NUMBERS,
 )
@@ -145,21 +147,25 @@ def last_state(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "17.21",
     "Any number of steps is shadowed",
-    on=(LONG,),
-    owns=(LONG,),
+    on=(LONG, LONG_EPOCH),
+    owns=(LONG, LONG_EPOCH),
     needs=("17.3", "17.4"),
     source=f"{TUTORIAL}; torch.distributed.algorithms.join, Join.__exit__, WARN_THRESHOLD: it "
     "warns of 1,000 shadowed steps, and goes on",
-    remedy="a limit to the number of shadowed steps, or a count that an epoch leaves behind",
+    remedy="a limit to the number of shadowed steps, or a count that an epoch leaves behind; a "
+    "collective of every hundredth step, as for a log, that no shadow makes",
 )
 def long(run: Run, claims: Claims, found: Found) -> None:
     """A rank without inputs shadows all steps of an epoch: 100 to 300 in two epochs of the same
-    joinables, and 1,001 to 1,400 in a third. The numbers are drawn."""
-    if not applies_to_context(run, found):
+    joinables, and 1,001 to 1,400 in a third. A joinable that is judged has 257 to 600 inputs more
+    on one rank than on the others. The numbers are drawn."""
+    if is_context(run) == (run.scenario.variant == LONG_EPOCH.variant):
+        found.does_not_apply(NOT_A_JOINABLE if is_context(run) else NOT_A_CONTEXT)
         return
     for member in members(run):
         require_steps(run, member, found)
-        require_post_hooks(run, member, found)
+        if is_context(run):
+            require_post_hooks(run, member, found)
 
 
 @rule(

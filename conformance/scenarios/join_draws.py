@@ -45,6 +45,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
       twice more; and the last row.
     - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
       1,001 to 1,400 on one rank. A probe names the number, for one rank and then for another.
+    - ``long_epoch``: 257 to 600 more on a drawn rank than on the others, which have up to three.
     - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
     - ``hooks_raise``: none on one rank and one on the others; then uneven inputs three times.
     - ``epochs``: 5 to 8 rows of uneven inputs.
@@ -81,6 +82,10 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
             tuple(count * (place == (first + row) % size) for place in range(size))
             for row, count in enumerate(counts)
         ]
+    if scenario.variant == "long_epoch":
+        few = [numbers.randint(0, 3) for _ in range(size)]
+        more = max(few) + numbers.randint(257, 600)
+        return [tuple(more if place == first else few[place] for place in range(size))]
     if scenario.variant == "interrupts":
         even_rows = [(numbers.randint(1, 3),) * size for _ in INTERRUPTS]
         return [*even_rows, _uneven(numbers, size, first)]

@@ -45,6 +45,13 @@ LONG = replace(
     deadline=30.0,
 )
 
+LONG_EPOCH = replace(
+    LONG,
+    name="joinable_long_epoch",
+    summary="a joinable with hundreds of inputs more on one rank; their numbers are drawn",
+    variant="long_epoch",
+)
+
 INTERRUPTS = replace(
     PLAIN,
     name="joinable_interrupts",
@@ -93,4 +100,4 @@ def draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {MANY.name: draw_many}
 
-ALL = (NUMBERS, COUNTS, LONG, INTERRUPTS, HOOKS_RAISE, EPOCHS, MANY)
+ALL = (NUMBERS, COUNTS, LONG, LONG_EPOCH, INTERRUPTS, HOOKS_RAISE, EPOCHS, MANY)

@@ -158,6 +158,30 @@ class LoadsTheLastState(Averages):
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
+class LogsWithItsShadows(Averages):
+    """Log the mean loss of the ranks that train in every hundredth step of an epoch; ranks that
+    have joined count the steps, too.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.at = 0
+        self.loss = 0.0
+
+    def reduce(self, grads: list[torch.Tensor], count: float) -> float:
+        counted = super().reduce(grads, count)
+        self.at += 1
+        if self.at % 100 == 0:
+            loss = torch.tensor([self.loss * count])
+            dist.all_reduce(loss, group=self.group)
+            self.loss = float(loss) / counted
+        return counted
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.at = 0
+        return super().join_hook(**kwargs)
+
+
 RIGHT = [
     Right(name, kind="joinable")
     for name in (
@@ -167,5 +191,6 @@ RIGHT = [
         "KeepsATable",
         "FollowsEpochs",
         "LoadsTheLastState",
+        "LogsWithItsShadows",
     )
 ]

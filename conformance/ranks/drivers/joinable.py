@@ -86,8 +86,7 @@ class JoinableDriver(RankDriver):
 
     def _run_context(self, context: ContextInLoops) -> None:
         self.recorder.event("subject", is_context=True)
-        # The numbers that a joinable computes are no concern of a context's.
-        if self.scenario.variant not in ("numbers", "counts", "in_parts"):
+        if self.scenario.variant not in _OF_JOINABLES:
             getattr(context, self.scenario.variant)()
 
     def _run_joinable(self, made: Any, make: Callable[..., Any]) -> None:
@@ -112,6 +111,10 @@ class JoinableDriver(RankDriver):
         finally:
             # Before the process is looked at: the joinable has replaced nothing.
             judged.put_torchs_function_back()
+
+
+# The numbers that a joinable computes are no concern of a context's.
+_OF_JOINABLES = ("numbers", "counts", "in_parts", "long_epoch")
 
 
 def _is_context(value: Any) -> bool:
@@ -169,6 +172,11 @@ class _Joinable(Contexts):
         counter = Counter(self.driver, 0, self.notify)
         for number, inputs in enumerate(self.lengths):
             self._run_beside(counter, inputs, is_first=number % 2 == 0)
+
+    def long_epoch(self) -> None:
+        """Run it beside another joinable, whose sums show which ranks take part."""
+        counter = Counter(self.driver, 0, self.notify)
+        self._run_beside(counter, self.lengths[0])
 
     def throws(self) -> None:
         for number, inputs in enumerate(self.lengths):
