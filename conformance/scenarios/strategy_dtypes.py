@@ -55,13 +55,18 @@ _WITH_HALVES = frozenset(
 )
 
 
+def has_halves(scenario: Scenario) -> bool:
+    """Whether drawn parameters of a scenario have half precision."""
+    return scenario.name in _WITH_HALVES
+
+
 def with_halves(scenario: Scenario) -> Scenario:
     """Return a scenario with drawn parameters of drawn dtypes, if it is one that has them.
 
     One at least has half precision, and the first one has float32. Crafted values are exact in
     half precision, too, on two ranks and in steps of up to four micro-batches.
     """
-    if scenario.name not in _WITH_HALVES:
+    if not has_halves(scenario):
         return scenario
     draws = generator(scenario, "dtypes")
     params = list(scenario.params)
