@@ -344,6 +344,26 @@ class SavesOnOneRank(SavesAll):
         super().load_state_dict(state)
 
 
+class DrawsNoise(SavesAll):
+    """Add noise from a generator that is alike on all ranks, and is not saved."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        self.generator = torch.Generator().manual_seed(11)
+
+    def update(self, mean: torch.Tensor) -> None:
+        noise = torch.randn(mean.shape, generator=self.generator, dtype=mean.dtype)
+        super().update(mean + 0.01 * noise)
+
+    def finish(self, is_last: bool) -> None:
+        state = self.generator.get_state()
+        super().finish(is_last)
+        place = torch.tensor([self.group.rank() if is_last else -1])
+        dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
+        dist.broadcast(state, dist.get_global_rank(self.group, int(place)), group=self.group)
+        self.generator.set_state(state)
+
+
 RIGHT = [
     Right(name, kind="joinable")
     for name in (
@@ -361,5 +381,6 @@ RIGHT = [
         "LeavesASum",
         "SavesAll",
         "SavesOnOneRank",
+        "DrawsNoise",
     )
 ]

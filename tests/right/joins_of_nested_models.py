@@ -271,6 +271,16 @@ class HandsOutItsMomentum(DistributedDataParallel):
         return Shadow(hook.main_hook, finish)
 
 
+class SavesTheModelInside(HandsOutItsMomentum):
+    """Its state is that of the module inside, as Megatron-LM's: a trainer saves the optimizer."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(state, *args, **options)
+
+
 class LeavesStatisticsToRanks(HandsOutItsMomentum):
     """DDP with broadcast_buffers=False: each rank keeps the statistics, and the count, of its own
     inputs, as detectors have it.
@@ -292,6 +302,7 @@ RIGHT = [
         "TrainsTwoModels",
         "TrainsTwoModelsInTurns",
         "HandsOutItsMomentum",
+        "SavesTheModelInside",
         "LeavesStatisticsToRanks",
     )
 ]

@@ -1,6 +1,7 @@
 """A joinable's state that is saved after a join, and loaded by a new joinable."""
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ _METHODS = ("state_dict", "load_state_dict")
 class Checkpoint:
     """The state of a joinable whose class has ``state_dict`` and ``load_state_dict`` of its own.
 
-    A subclass of a module that inherits them saves the model alone.
+    A subclass of a module that inherits them saves the model alone. So does one whose methods leave
+    out the prefix of the module inside: what else there is to save is the trainer's to save.
 
     Args:
         driver: of this rank.
@@ -30,7 +32,7 @@ class Checkpoint:
             return
         try:
             state = subject.state_dict()
-            if state:
+            if state and not _is_of_model_alone(subject, state):
                 file = io.BytesIO()
                 torch.save(state, file)
                 self._saved = file.getvalue()
@@ -58,6 +60,17 @@ class Checkpoint:
                 is_loaded = False
         self.driver.recorder.event("resumed", context=number, is_loaded=is_loaded)
         return True
+
+
+def _is_of_model_alone(subject: Any, state: Any) -> bool:
+    """Whether a module's state holds nothing but its parameters and buffers, by any names."""
+    if not isinstance(subject, torch.nn.Module) or not isinstance(state, Mapping):
+        return False
+    own = torch.nn.Module.state_dict(subject).values()
+    of_model = {one.data_ptr() for one in own if isinstance(one, torch.Tensor)}
+    return all(
+        isinstance(one, torch.Tensor) and one.data_ptr() in of_model for one in state.values()
+    )
 
 
 def _has_own_methods(subject: Any) -> bool:
