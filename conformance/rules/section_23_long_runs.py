@@ -35,9 +35,10 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
     "are dropped, scaled or forgotten now and then, or when the model is evaluated; a parameter "
-    "that is given up after many steps of zeros; a share of few elements that is rounded to 0; a "
-    "forward that a hook on the module takes for the one of the step: one without gradients, one "
-    "whose loss is given up, one of two losses that are added",
+    "that is given up after many steps of zeros, or after the first ones; a share of few elements "
+    "that is rounded to 0; a forward that a hook on the module takes for the one of the step: one "
+    "without gradients, one whose loss is given up, one of two losses that are added; a collective "
+    "at every so many forwards of a rank",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
     """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
@@ -61,14 +62,16 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     long_runs.py``). A run that ends early or hangs fails this rule.
 
     Unless results are lossy, one parameter's gradients are zero on all ranks for 150 to 350 steps,
-    and then return. In a warm-up of two steps or more, before lossy results with feedback, one
+    and then return. If the hook does not step parameters, another one's are zero in the first 2 to
+    300 steps. In a warm-up of two steps or more, before lossy results with feedback, one
     rank's gradients overflow in one step.
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
     forward and the backward of a step (``scenarios/evaluations.py``). Up to half of the steps have
     two to six forwards with gradients, whose losses are given up or added, or reentrant checkpoints
-    (``scenarios/forwards.py``); the last ones all have six forwards. Gradients are zeroed in place
+    (``scenarios/forwards.py``); the last ones all have six forwards. In one to six steps one rank
+    alone gives up forwards. Gradients are zeroed in place
     for 20 to 120 steps, then freed for as many, and so on (``scenarios/kept_gradients.py``).
     """
     record = LongRecord(run, claims)

@@ -12,6 +12,9 @@ steps have the same number of forwards; they are drawn from the session's seed:
                      hook never sends is missing at last; of six forwards, each with two checkpoints
                      if the others are given up: a hook that takes two, three, four or six turns
                      leaves out some turns then
+    single steps     one to six beside these stretches, one of them early: a rank gives up one
+                     to three forwards alone, as of a batch whose loss is not finite, so that ranks
+                     have made different numbers of forwards from then on
     further forwards given up before the step's own forward, or added to its loss; what is added
                      has gradients of negative zeros, so that sums are exact
     checkpoints      torch.utils.checkpoint with use_reentrant=True, whose backward is a graph task
@@ -28,21 +31,25 @@ from conformance.scenarios.seeds import generator
 
 STRETCH = (80, 120)
 FORWARDS_AT_LAST = 6
+_SINGLE_STEPS = (2, 6)
+_RANKS = 2
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """The forwards of a step, on all ranks.
+    """The forwards of a step.
 
     Attributes:
         more: the number of forwards beside the step's own.
         is_given_up: their losses are thrown away; if false, they are added to the step's own.
         checkpoints: the number of reentrant checkpoints in each forward.
+        rank: the one rank that makes more forwards, which are given up; None for all ranks.
     """
 
     more: int = 0
     is_given_up: bool = False
     checkpoints: int = 0
+    rank: int | None = None
 
 
 @lru_cache(maxsize=16)
@@ -61,8 +68,22 @@ def forwards_of(scenario: Scenario) -> Mapping[int, Forwards]:
         if number == with_checkpoints:
             forwards = Forwards(checkpoints=draws.randint(2, 4))
         made |= dict.fromkeys(range(first, first + length), forwards)
+    others = [step for step in range(begin + 2, begin + 3 * quarter) if step not in made]
+    made |= _on_one_rank(scenario, others)
     first = begin + 3 * quarter + draws.randint(0, quarter // 2)
     is_given_up = draws.random() < 0.5
     # DDP takes no parameter that two checkpoints of a backward use.
     last = Forwards(FORWARDS_AT_LAST - 1, is_given_up, checkpoints=2 * is_given_up)
     return made | dict.fromkeys(range(first, steps), last)
+
+
+def _on_one_rank(scenario: Scenario, places: list[int]) -> dict[int, Forwards]:
+    """Return the steps in which one rank alone gives up forwards, drawn from ``places``."""
+    draws = generator(scenario, "forwards of one rank")
+    count = draws.randint(*_SINGLE_STEPS)
+    first = draws.choice(places[: len(places) // 3])
+    steps = {first, *draws.sample(places, count - 1)}
+    return {
+        step: Forwards(draws.randint(1, 3), is_given_up=True, rank=draws.randrange(_RANKS))
+        for step in sorted(steps)
+    }

@@ -3,11 +3,13 @@
 The kinds of most rounds decide which claim can be judged; special rounds lie at drawn places.
 
     exact, rounded, sum     crafted values, and random ones in a quarter of the period; zeros of
-                            one parameter for hundreds of rounds; zeros, NaN, infinities, wide,
-                            small and large values in special rounds
-    fused                   the same, with a parameter of float64 more, which shows options that are
-                            lost in the roundings of float32; and the same values in more than a
-                            hundred rounds, so that what an optimizer keeps grows to its limits
+                            one parameter for hundreds of rounds, and of another one in the first 2
+                            to 300; zeros, NaN, infinities, wide, small and large values in special
+                            rounds
+    fused                   the same without the zeros in the first rounds; with a parameter of
+                            float64 more, which shows options that are lost in the roundings of
+                            float32; and the same values in more than a hundred rounds, so that
+                            what an optimizer keeps grows to its limits
     compressed              infinities on one rank in a claimed warm-up; a constant plus random
                             values, so that losses add up; rounds with four times as much, small
                             ones, zeros; zeros until residuals are empty, once on the way and at the
@@ -29,7 +31,7 @@ from dataclasses import replace
 from conformance.scenarios.growth import GROWN, put_staircases
 from conformance.scenarios.learning_rates import with_learning_rates
 from conformance.scenarios.model import Param, Scenario
-from conformance.scenarios.resting_parameter import put_rest
+from conformance.scenarios.resting_parameter import put_first_rest, put_rest
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.turns import turns
 from conformance.subjects.claims import (
@@ -82,7 +84,11 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         after = [exact[number % period] for number in range(drawn)]
         rest = put_rest(after, _ALONE_IN_BUCKETS, draws)
         places = [place for place in range(1, drawn) if place not in rest]
-        if claims.fused:
+        if not claims.fused:
+            first_draws = generator(scenario, "first rest")
+            first_rest = put_first_rest(after, _ALONE_IN_BUCKETS, rest, first_draws)
+            places = [place for place in places if place not in first_rest]
+        else:
             scenario = _with_float64(scenario, claims, draws)
             steady = _put_steady(after, rest, draws)
             places = [place for place in places if place not in steady]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 
 from tests.mutants import Mutant
@@ -74,6 +75,21 @@ def sends_parameters_in_turn(model: Any, process_group: Any) -> tuple[Forwards, 
     return Forwards(model, process_group), hook
 
 
+def compares_replicas_by_forwards(model: Any, process_group: Any) -> tuple[Forwards, Any]:
+    """Compare replicas, by a collective, at every fiftieth forward of the rank."""
+    compared = [0]
+
+    def hook(state: Forwards, bucket: Bucket) -> Result:
+        due = state.number // 50
+        if due > compared[0] and bucket.index() == 0:
+            compared[0] = due
+            norms = torch.stack([one.detach().abs().sum().double() for one in bucket.parameters()])
+            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=state.group)
+        return average(bucket, state.group)
+
+    return Forwards(model, process_group), hook
+
+
 class Epilogue:
     """SGD in a callback of the autograd engine, which it runs at the end of a graph task: each
     reentrant checkpoint has one of its own.
@@ -124,6 +140,7 @@ def steps_at_the_end_of_a_task(state: Epilogue, bucket: Bucket) -> Result:
 
 
 MUTANTS = [
+    Mutant("compares_replicas_by_forwards", ("23.1",), setup=True, hangs=True),
     Mutant(
         "steps_at_the_end_of_a_task",
         ("23.6",),

@@ -14,7 +14,11 @@ def test_a_long_run_has_four_stretches_of_steps_with_several_forwards() -> None:
         more = forwards_of(scenario)
         steps = feed_of(scenario).steps
         assert more[steps - 1].more == FORWARDS_AT_LAST - 1
-        first_stretches = [step for step in more if step < steps * 3 // 4]
+        single = {step for step, one in more.items() if one.rank is not None}
+        assert 1 <= len(single) <= 6
+        assert all(more[step].is_given_up for step in single)
+        assert min(single) < steps // 2
+        first_stretches = [step for step in more if step < steps * 3 // 4 and step not in single]
         assert 3 * STRETCH[0] <= len(first_stretches) <= 3 * STRETCH[1]
         assert {more[step].more for step in first_stretches} <= {0, 1, 2, 3}
         checkpoints = {more[step].checkpoints for step in first_stretches}

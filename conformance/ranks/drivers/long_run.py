@@ -162,7 +162,7 @@ class LongRunTrainer:
         gradients = self._gradients[key]
         forwards = self._forwards.get(step, Forwards())
         self._model.set_checkpoints(forwards.checkpoints)
-        if forwards.is_given_up:
+        if forwards.is_given_up and forwards.rank in (None, self._rank):
             for _ in range(forwards.more):
                 self._model.ddp(gradients)
         loss: torch.Tensor = self._model.ddp(gradients)
