@@ -1,14 +1,16 @@
 """The kinds of subject: their options, claims and scenarios. Imports no torch.
 
-A new kind, say ``sharding``, consists of one module in each of these packages, and three entries:
+A new kind, say ``sharding``, consists of one module in each of these packages, and their entries:
 
 - ``subjects/kinds/sharding.py``: ``SHARDING = Kind(...)``, with each of its claims declared once as
   a ``Claim``, and its scenarios; entered in ``KINDS`` below;
 - ``scenarios/sharding.py``: the runs of a subject;
-- ``ranks/drivers/sharding.py``: a ``RankDriver``, which runs the subject on a rank;
+- ``ranks/drivers/sharding.py``: a ``RankDriver``, which runs the subject on a rank; entered in
+  ``ranks.rank._DRIVERS``;
 - ``rules/section_N_sharding.py``: the requirements on the records of these runs, in a section of
   their own; its title is entered in ``judging.rule.SECTIONS``, its MUST rules in ``golden.txt``;
-- the field ``sharding`` of ``session.options.Options``, for the option ``--sharding``.
+- the field ``sharding`` of ``session.options.Options``, for the option ``--sharding``, and the
+  argument of ``session.certify.certify`` with this name.
 
 A right implementation in ``hooks_ref`` is the control; ``Kind.reference`` is its target. The
 command line, the parser of claims and the tables of claims are derived from ``KINDS``.
