@@ -11,7 +11,7 @@ from conformance.judging.common_rules import (
     right_beside_own_numbers,
 )
 from conformance.judging.oracles.collective import calls, require_call, require_calls
-from conformance.judging.oracles.collective_feedback import require_nothing_lost
+from conformance.judging.oracles.collective_feedback import require_long_run, require_nothing_lost
 from conformance.judging.oracles.collective_forms import (
     is_plain,
     require_dtype,
@@ -19,7 +19,6 @@ from conformance.judging.oracles.collective_forms import (
 )
 from conformance.judging.oracles.collective_training import (
     note_refusal_of_others,
-    require_long_run,
     require_no_error_in_wait,
     require_recovery,
 )
@@ -239,10 +238,11 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 300 to 450 calls of one object, all messages arrive within the bound of rule 18.2.
 
     The number of calls and six shapes of 1 to 640 elements are drawn from the session's seed, and
-    so is the shape of each call. Two calls of five have async_op=True, unless the first of them is
-    refused. With the claim feedback all calls have one shape, and bounds are those of 18.22. Three
-    calls of four have the tensors of an earlier one with other values, which are written in place,
-    or through ``.data``. In a third of all_gather's calls the input is a part of the output.
+    so is the shape of each call. Two calls of five have async_op=True, unless an error refuses
+    that. With the claim feedback all calls have one shape, bounds are those of 18.22, and all calls
+    together lose no more than the last error, as in 18.16. Three calls of four have the tensors of
+    an earlier one with other values, which are written in place, or through ``.data``. In a third
+    of all_gather's calls the input is a part of the output.
     """
     require_long_run(run, claims, found)
 

@@ -439,7 +439,7 @@ def feedback(run: Run, claims: Claims, found: Found) -> None:
 
     If the scale of the values changes from call to call, or rows are used now and then, the sums of
     all arriving and of all sent values differ by the bound of the last error alone, after every
-    call.
+    call; also for messages of float16, and of 2**13 to 2**18 elements.
     """
     if run.scenario.variant == VARYING:
         require_nothing_lost(run, claims, found)

@@ -393,6 +393,9 @@ def _make_message(
         exponent=spec.exponent_at(step),
         period=scenario.period,
     )
+    if scenario.period and spec.exponents:
+        # A table is the same for all exponents.
+        values = values * 2.0 ** spec.exponent_at(step)
     if scenario.variant in (OF_DTYPES, OF_OPERATIONS):
         # A float64 may be rounded to a float32 on the way to a narrow dtype, or may not be.
         values = values.float().double()

@@ -131,7 +131,8 @@ _CHANGING_SCALE = replace(
     PLAIN,
     name="collective_changing_scale",
     summary="16 to 20 calls of values whose scale changes from call to call, by drawn powers of "
-    "two from 2**-10 to 2**9, steadily or in spikes; in some calls most rows are zeros, or all are",
+    "two from 2**-10 to 2**9, steadily or in spikes; in some calls most rows are zeros, or all "
+    "are; one message is of float16, and one has 2**13 to 2**18 elements",
     steps=("normal",) * 16,
     world_sizes=(2, 3),
     variant=VARYING,
@@ -312,6 +313,23 @@ def draw_changing_scale(scenario: Scenario, numbers: random.Random) -> Scenario:
     )
 
 
+def draw_feedback(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw as :func:`draw_changing_scale` does, and two more matrices.
+
+    One has 2**13 to 2**18 elements, evenly over their logarithms. One is of float16, and has a
+    small scale but for spikes: what arrives is rounded to float16, which hides errors among large
+    values. Values repeat a table of 2,000 to 4,000.
+    """
+    scenario = draw_changing_scale(scenario, numbers)
+    changing = changing_exponents(len(scenario.steps), numbers)
+    of_large = numbers.choice(changing)
+    large = matrix(_log_uniform(2**13, 2**18, numbers), numbers)
+    half = replace(matrix(numbers.randint(300, 700), numbers), dtype="float16")
+    params = (replace(large, exponents=of_large), replace(half, exponents=changing[1]))
+    period = prime_from(numbers.randint(2000, 4000))
+    return replace(scenario, params=(*scenario.params, *params), period=period)
+
+
 def changing_exponents(count: int, numbers: random.Random) -> list[tuple[int, ...]]:
     """Return three lists of exponents for so many calls; see :func:`draw_changing_scale`."""
     least, largest = _SCALES
@@ -355,7 +373,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _OPERATED.name: draw_operations,
     _ALSO_OUTSIDE.name: draw_changing_scale,
     _IN_FLIGHT.name: draw_in_flight,
-    _CHANGING_SCALE.name: draw_changing_scale,
+    _CHANGING_SCALE.name: draw_feedback,
     _ON_TWO_GROUPS.name: draw_on_groups,
     _LONG.name: draw_long,
 }
@@ -370,7 +388,7 @@ DTYPES = draw_dtypes(_DTYPES, random.Random(0))
 OPERATED = draw_operations(_OPERATED, random.Random(0))
 WITH_CALLS_OUTSIDE = draw_changing_scale(_ALSO_OUTSIDE, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
-CHANGING_SCALE = draw_changing_scale(_CHANGING_SCALE, random.Random(0))
+CHANGING_SCALE = draw_feedback(_CHANGING_SCALE, random.Random(0))
 ON_TWO_GROUPS = draw_on_groups(_ON_TWO_GROUPS, random.Random(0))
 LONG = draw_long(_LONG, random.Random(0))
 

@@ -87,6 +87,7 @@ _MODULES = (
     "wrappers_of_parts",
     "collectives_on_other_paths",
     "collectives_with_plans",
+    "collectives_in_pieces",
     "states_of_each_rank",
     "sparse_rows",
 )

@@ -12,7 +12,9 @@ one. A sum of messages has an error for each of them, and an all_reduce one more
 
 Roundings are made up for by nobody: each call adds ``ROUNDING`` times the magnitude that it
 quantizes, once for each message and for the sum. That covers the addition and the subtraction of
-errors, the multiplication by a scale, the sum itself, and the division by a loss factor.
+errors, the multiplication by a scale, the sum itself, and the division by a loss factor. What
+arrives in float16 or bfloat16 is rounded to that, and a sum once for each message: eps times the
+magnitude covers two such roundings.
 
 Averages are judged as sums: y_t is the arriving value times the number W of ranks. An all_reduce
 may quantize the average in place of the sum, and keep that error: times W it is within the bound
@@ -21,11 +23,24 @@ which is then W 2**-25.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 
-from conformance.judging.oracles.collective import Arrival, arrivals, calls, loss_factor
-from conformance.judging.oracles.collective_training import divisor_of, promises_of_all_steps
+from conformance.judging.oracles.collective import (
+    Arrival,
+    arrivals,
+    calls,
+    loss_factor,
+    require_arrival,
+)
+from conformance.judging.oracles.collective_training import (
+    Output,
+    Promise,
+    divisor_of,
+    promises_of_all_steps,
+    require_promised,
+)
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
@@ -33,20 +48,56 @@ from conformance.subjects.claims import Claims
 ROUNDING = 2.0**-20
 HALF_OF_SMALLEST_HALF = 2.0**-25
 _SMALLEST = 2.0**-149
+_MOST_FAILURES = 8
 
 
-def require_nothing_lost(run: Run, claims: Claims, found: Found, cause: str = "") -> None:
+def require_long_run(run: Run, claims: Claims, found: Found) -> None:
+    """Require every message of a long run, and that every rank made all its calls.
+
+    With error feedback all calls together have lost no more than the last error, too.
+    """
+    for rank in run.ranks:
+        refused = rank.first("refuses_async")
+        if refused:
+            found.note(f"rank {rank.rank} refuses async_op=True: calls have no async_op")
+        made = len(list(rank.all("called")))
+        wanted = len(run.scenario.steps)
+        found.require(made == wanted, f"{wanted} calls", f"rank {rank.rank}: {made} calls")
+    promised = promises_of_all_steps(run, claims, 0) if claims.has("feedback") else None
+    for call in calls(run):
+        for arrival in arrivals(run, claims, call):
+            if promised is None:
+                require_arrival(run, claims, found, arrival)
+            else:
+                require_promised(run, claims, found, arrival, promised)
+        # Likely causes take long to find, and are the same in hundreds of calls.
+        if len(found.failures) >= _MOST_FAILURES:
+            return
+    if promised is not None and not found.failures:
+        cause = "an error is lost: errors are cleared, or kept for some of the calls"
+        require_nothing_lost(run, claims, found, cause, promised)
+
+
+def require_nothing_lost(
+    run: Run,
+    claims: Claims,
+    found: Found,
+    cause: str = "",
+    promised: Mapping[Output, Promise] | None = None,
+) -> None:
     """Require after every call that all calls together have lost no more than the last error.
 
     Args:
         cause: the likely cause if they have; the change of scales if it is empty.
+        promised: the promises by output, if they are computed already.
     """
     loss = loss_factor(run, claims)
-    promised = {
-        key: promise
-        for index in range(len(run.scenario.params))
-        for key, promise in promises_of_all_steps(run, claims, index).items()
-    }
+    if promised is None:
+        promised = {
+            key: promise
+            for index in range(len(run.scenario.params))
+            for key, promise in promises_of_all_steps(run, claims, index).items()
+        }
     narrow = claims.options["rounded"]["name"] if claims.has("rounded") else ""
     zero = torch.zeros(())
     difference: dict[tuple[int, ...], torch.Tensor] = defaultdict(lambda: zero)
@@ -65,7 +116,8 @@ def require_nothing_lost(run: Run, claims: Claims, found: Found, cause: str = ""
             divisor = divisor_of(run, call)
             difference[key] = difference[key] + got * loss * divisor - promise.sent
             of_call = (len(arrival.pairs) + 1) * (ROUNDING * promise.fed + _SMALLEST)
-            rounding[key] = rounding[key] + of_call
+            of_dtype = _of_half_precision(run.scenario.params[call.index].dtype, promise.fed)
+            rounding[key] = rounding[key] + of_call + len(arrival.pairs) * of_dtype
             bound = promise.kept + rounding[key]
             if divisor > 1 and narrow == "float16":
                 # The average may be what is sent: its smallest step is that of W sums.
@@ -83,6 +135,14 @@ def require_nothing_lost(run: Run, claims: Claims, found: Found, cause: str = ""
                 )
                 return
             found.checked(1, float(used[at]))
+
+
+def _of_half_precision(dtype: str, fed: torch.Tensor) -> torch.Tensor:
+    """Return how far two roundings to a dtype of half precision move an arrival; 0 for others."""
+    if dtype not in ("float16", "bfloat16"):
+        return torch.zeros_like(fed)
+    info = torch.finfo(getattr(torch, dtype))
+    return info.eps * (fed + info.tiny)
 
 
 def require_mean_of_calls(

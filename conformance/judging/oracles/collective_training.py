@@ -57,7 +57,6 @@ from conformance.subjects.claims import Claims
 Pair = messages.Pair
 # The messages of an output, the number of the call's parameter, and its step.
 Output = tuple[tuple[Pair, ...], int, int]
-_MOST_FAILURES = 8
 
 
 @dataclass(frozen=True)
@@ -88,28 +87,7 @@ def require_recovery(run: Run, claims: Claims, found: Found) -> None:
     """Require every message of every call, as far as the claims promise it."""
     for call in calls(run):
         for arrival in arrivals(run, claims, call):
-            _require_promised(run, claims, found, arrival)
-
-
-def require_long_run(run: Run, claims: Claims, found: Found) -> None:
-    """Require every message of a long run, and that every rank made all its calls."""
-    for rank in run.ranks:
-        refused = rank.first("refuses_async")
-        if refused:
-            found.note(f"rank {rank.rank} refuses async_op=True: calls have no async_op")
-        made = len(list(rank.all("called"))) + bool(refused)
-        wanted = len(run.scenario.steps)
-        found.require(made == wanted, f"{wanted} calls", f"rank {rank.rank}: {made} calls")
-    promised = promises_of_all_steps(run, claims, 0) if claims.has("feedback") else None
-    for call in calls(run):
-        for arrival in arrivals(run, claims, call):
-            if promised is None:
-                require_arrival(run, claims, found, arrival)
-            else:
-                _require_promised(run, claims, found, arrival, promised)
-        # Likely causes take long to find, and are the same in hundreds of calls.
-        if len(found.failures) >= _MOST_FAILURES:
-            return
+            require_promised(run, claims, found, arrival)
 
 
 def promises_of_all_steps(run: Run, claims: Claims, index: int) -> dict[Output, Promise]:
@@ -319,7 +297,7 @@ def _loss(
     return SLACK * claimed_bound(claims, fed, torch.full_like(fed, largest), anywhere)
 
 
-def _require_promised(
+def require_promised(
     run: Run,
     claims: Claims,
     found: Found,

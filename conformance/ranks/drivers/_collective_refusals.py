@@ -62,6 +62,12 @@ class Refusals:
                 self._note_async(call, error)
         return self._may_be_async[call.index]
 
+    def error_of_async(self, call: CollectiveCall) -> str:
+        """Return the error with which a new object refuses a call with async_op=True; '' if it
+        takes the call.
+        """
+        return self._error_of([self._copy(call)])
+
     def apart(self, calls: list[CollectiveCall]) -> list[list[CollectiveCall]]:
         """Return calls in one list, if they may be under way together, or each in its own.
 

@@ -35,7 +35,8 @@ class CollectiveDriver(RankDriver):
         """Make the scenario's calls."""
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._tensors_of_calls: TensorsOfCalls = {}
-        self._refuses_async = False
+        # None if that is not known yet.
+        self._refuses_async: bool | None = None
         self._refusals = Refusals(self, self._make_collective, self._call, self._key_of)
         # By whether calls have async_op=True.
         self._refuses_outside: dict[bool, bool] = {}
@@ -190,9 +191,13 @@ class CollectiveDriver(RankDriver):
                 self._make_run([self._call(step, index) for index in run])
             return
         calls = [self._call(step, index) for index in messages.indices(self.scenario, step)]
-        if self.scenario.variant == "long" or self._is_alone_at_last(step):
+        if self.scenario.variant == "long":
             for call in calls:
-                call.is_asynchronous |= self._is_alone_at_last(step)
+                self._call_in_long_run(call)
+            return
+        if self._is_alone_at_last(step):
+            for call in calls:
+                call.is_asynchronous = True
                 self._call_unless_refused(call)
             return
         if any(call.is_asynchronous for call in calls):
@@ -215,6 +220,24 @@ class CollectiveDriver(RankDriver):
         """
         is_last = step + 1 == len(self.scenario.steps)
         return self.scenario.name == SUBGROUPS.name and self.size == 1 and is_last
+
+    def _call_in_long_run(self, call: CollectiveCall) -> None:
+        """Make one call; without async_op=True if another object refuses that.
+
+        The object that makes all calls gets none that it refuses: with error feedback it might
+        keep an error for a message that has not arrived.
+        """
+        if call.is_asynchronous:
+            if self._refuses_async is None:
+                error = self._refusals.error_of_async(call)
+                self._refuses_async = bool(error)
+                if error:
+                    self.recorder.event("refuses_async", error=error)
+                # Its tensors may be those of the call that has looked for a refusal.
+                call = self._call(call.step, call.index)
+            call.is_asynchronous = not self._refuses_async
+        self._prepare(call.step, [call])
+        self._make_calls([call])
 
     def _call_unless_refused(self, call: CollectiveCall) -> None:
         """Make one call; without async_op=True if the subject has refused that at first."""
