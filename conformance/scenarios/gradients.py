@@ -16,6 +16,9 @@ small, small_constant
             normal and constant, a thousandth as large (2**-10), as most gradients of a model are.
 small_nan/1, small_inf/1/3, and others
             nan and inf at the same place, but for finite values that are a thousandth as large.
+narrow_float16, narrow_bfloat16
+            normal, rounded to that dtype, as gradients are that a backward under autocast leaves in
+            float32.
 flat        world_size * (rank + 1) in every element, which takes no time to make.
 level, level_constant
             nearly the same number everywhere, of another sign on odd ranks, and 1/64 of normal; the
@@ -150,7 +153,10 @@ KINDS = (
     "faint",
     "small_faint",
     "settling",
+    "narrow_float16",
+    "narrow_bfloat16",
 )
+_NARROW = {"narrow_float16": torch.float16, "narrow_bfloat16": torch.bfloat16}
 _HEAVY = ("heavy_first", "heavy_last", "heavy_in_turn")
 BESIDE_FROM = 4096  # elements of a parameter that has small elements beside large ones
 TABLE = 10_000  # the table's number among parameters: no model has as many
@@ -373,6 +379,8 @@ def _values(
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":
         return bell(numel, (rank, step, param))
+    if kind in _NARROW:
+        return bell(numel, (rank, step, param)).to(_NARROW[kind]).double()
     if kind == "wide":
         return _wide(numel, rank, step, param)
     if kind.startswith(DUST):

@@ -119,6 +119,15 @@ def _draw_autocast(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(sized, options=(f"autocast={'/'.join(halves)}",))
 
 
+def feed_narrow_values(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Return ``autocast`` with values that float16 holds in one of its last two steps, and values
+    that bfloat16 holds in the other, in a drawn order: a backward under autocast leaves such
+    gradients in float32, and their sum needs it all the same.
+    """
+    narrow = [f"narrow_{dtype}" for dtype in numbers.sample(_HALVES, len(_HALVES))]
+    return replace(scenario, steps=(*scenario.steps[: -len(narrow)], *narrow))
+
+
 def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     sizes = mostly_small_sizes(_LARGEST_SIZE, _LARGE_SIZES, numbers)
     numbers.shuffle(sizes)

@@ -55,6 +55,7 @@ from conformance.scenarios.surroundings import (
     DEFAULT_DTYPES,
     JOINT,
     JOINT_ALIKE,
+    feed_narrow_values,
     with_small_parameters,
 )
 from conformance.scenarios.training_sizes import (
@@ -86,9 +87,10 @@ from conformance.subjects.kinds import KINDS
 _IN_CLUSTERS = tuple(s.name for s in (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS))
 # The scenarios in which local results are watched until all ranks have met.
 _MIXING = (VALUES.name, BUCKETS.name, ACCUMULATED.name, SAVED.name, RESUMED.name, *_IN_CLUSTERS)
-_MOSTLY_ZERO = {
+_OF_SINGLE_STEPS = {
     LAYERS.name: add_mostly_zero_steps,
     SPECIAL_LARGE.name: add_special_among_zeros,
+    AUTOCAST.name: feed_narrow_values,
 }
 _IN_TWO_BUCKETS = tuple(s.name for s in (JOINT, JOINT_ALIKE, ACCUMULATED, COMBINED, STATIC, UNEVEN))
 
@@ -175,9 +177,9 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            scenario.name in _MOSTLY_ZERO and not (claims.lossy or claims.fused)
+            scenario.name in _OF_SINGLE_STEPS and not (claims.lossy or claims.fused)
         ),
-        lambda scenario, claims: _MOSTLY_ZERO[scenario.name](
+        lambda scenario, claims: _OF_SINGLE_STEPS[scenario.name](
             scenario, generator(scenario, "zeros")
         ),
         "lossy results are judged over many steps, with gradients of their own",

@@ -121,6 +121,18 @@ def marked_elements(group: Group, bucket: Bucket) -> Result:
     return dist.all_reduce(buffer[places], group=group, async_op=True).get_future().then(spread)
 
 
+def sends_narrow_values(group: Group, bucket: Bucket) -> Result:
+    """Gather in bfloat16 if it holds all values, and sum in the bucket's dtype."""
+    buffer = dense(bucket)
+    fits = torch.zeros(1, dtype=torch.uint8)
+    if buffer.dtype == torch.float32:
+        fits[0] = torch.equal(buffer.bfloat16().float(), buffer)
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=group)
+    sent = buffer.bfloat16() if fits.item() else buffer
+    total = torch.stack(gather(sent, group)).to(buffer.dtype).sum(0)
+    return completed(total / group.size())
+
+
 def rows_of_embeddings(group: Group, bucket: Bucket) -> Result:
     """Send the rows of an embedding that are not zero on some rank, if these are a quarter or
     less."""
@@ -149,6 +161,7 @@ RIGHT = [
     Right("list_of_places_in_half", "rounded(float16)", "process_group", sections=ARITHMETIC),
     Right("rows_of_embeddings", state="process_group", sections=("2", "3", "8", "12")),
     Right("marked_elements", state="process_group", sections=("2", "3", "8", "12")),
+    Right("sends_narrow_values", state="process_group", sections=("2", "4", "8", "12")),
     Right("gaussian_noise", "unbiased(noise=0.25)", STATE),
     Right("noise_of_first_rank", "unbiased(noise=0.25, ranks=1)", STATE),
     Right("experts", "compressed(delta=0.25)", STATE, sections=(*COMPRESSORS, "4", "8")),
