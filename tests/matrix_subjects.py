@@ -175,8 +175,8 @@ MEANINGS: dict[str, str] = {
     ),
     "HierarchicalModelAverager": "The same as PeriodicModelAverager.",
     "PostLocalSGDOptimizer": (
-        "step() takes no closure. After load_state_dict() a learning-rate schedule writes to the "
-        "old param_groups, and has no effect."
+        "After load_state_dict() a learning-rate schedule writes to the old param_groups, and has "
+        "no effect. step() takes no closure, so that the rules on closures do not apply."
     ),
     "Join": (
         "At the end of the context, the process's filter of warnings is changed for good. The "

@@ -28,7 +28,9 @@ _LEFT_OUT = (
     "18.34, 18.36, 19.36 and 19.39. Other rules have",
     "become stricter since. So `checkpoint_wrapper` holds below on torch 2.13 to 2.15, "
     "although 19.36 refuses it on 2.13:",
-    "[the matrix](matrix.md) judges torch's own subjects on 2.13 by all rules but those of CUDA.",
+    "[the matrix](matrix.md) judges torch's own subjects on 2.13 by all rules but those of CUDA. "
+    "15.7 no longer applies to optimizers whose",
+    "`step()` takes no closure: below it refuses `PostLocalSGDOptimizer` still.",
 )
 # Faults of torch's own subjects that are known there, by the rule that sees them.
 _ISSUES = {"2.8": "pytorch#158753", "19.15": "pytorch#184018"}
