@@ -204,7 +204,9 @@ LONG = replace(
     PLAIN,
     name="averager_long",
     summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps; every other rank has "
-    "another hash seed; then eight further models come one after another",
+    "another hash seed; without the claim like, one parameter has no gradient on any rank in the "
+    "first 17 to 150 averages, and another one in as many later ones; then eight further models "
+    "come one after another",
     params=(Param((3,)), Param((2, 2)), Param((5,)), Param((2, 3))),
     world_sizes=(2,),
     hash_seeds_differ=True,

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from conformance.scenarios.averager_loops import NEAR_KIND, ROWS_KIND, near_kind
+from conformance.scenarios.averager_rests import rests
 from conformance.scenarios.averager_training import (
     START,
     TIED,
@@ -84,6 +85,8 @@ def first_source(group: tuple[int, ...]) -> Source:
 def has_gradient(scenario: Scenario, size: int, place: int, step: int, index: int) -> bool:
     """Whether the rank in a place of its group has a gradient for a parameter."""
     if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
+        return False
+    if rests(scenario, step, index):
         return False
     return scenario.variant != "unused" or uses(size, place, step, index)
 

@@ -2,6 +2,9 @@
 states that are loaded right before an average of all ranks.
 """
 
+import torch
+import torch.distributed as dist
+
 from hooks_ref import GossipModelAverager, HierarchicalModelAverager
 from tests.mutants import Mutant
 from tests.mutants.averagers import Averager
@@ -32,6 +35,29 @@ class TrustsItsCount(Averager):
         if self.alike <= 15:
             self.count = len(params)
         super().average(params[: self.count])
+
+
+class TrustsItsUsers(Averager):
+    """Average the parameters that some rank has used in the first 16 averages, and no others."""
+
+    trained = None
+    used = frozenset()
+    averages = 0
+
+    def average(self, params):
+        params = [parameter for parameter in params if parameter.requires_grad]
+        if [id(parameter) for parameter in params] != self.trained:
+            self.trained = [id(parameter) for parameter in params]
+            self.used = frozenset()
+            self.averages = 0
+        self.averages += 1
+        places = self.used
+        if self.averages <= 16:
+            flags = torch.tensor([parameter.grad is not None for parameter in params]).int()
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
+            places = set(flags.nonzero().flatten().tolist())
+            self.used |= places
+        super().average([params[place] for place in sorted(places)])
 
 
 class EmaInTheParameter(Ema):
@@ -86,6 +112,7 @@ AT = "period=4,warmup_steps=10"
 MUTANTS = [
     Mutant(f"TrustsItsList,{AT}", ("14.18",), **OF),
     Mutant(f"TrustsItsCount,{AT}", ("14.18",), **OF),
+    Mutant(f"TrustsItsUsers,{AT}", ("14.21",), **OF),
     Mutant("EmaInTheParameter", ("14.17",), "like(EMAModelAverager, decay=0.999)", **OF),
     Mutant("PlansPartners,period=2", ("14.21",), "like(GossipModelAverager, period=2)", **OF),
     Mutant(

@@ -24,6 +24,7 @@ from conformance.scenarios.averager_loops import (
     freezes_any,
     idle,
 )
+from conformance.scenarios.averager_rests import let_rest
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     CHANGING,
@@ -184,6 +185,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
                 # Two ranks have one partner each.
                 scenario = replace(scenario, size=4)
             scenario = replace(scenario, steps=lengthened(kinds, schedule))
+            if not options.get("like"):
+                scenario = let_rest(scenario, schedule)
             first = schedule.first(min(schedule.periods))
             return (
                 with_option(scenario, MODELS_COME, first + 1) if first < _MOST_CALLS else scenario
