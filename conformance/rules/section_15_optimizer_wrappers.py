@@ -42,6 +42,7 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
+from conformance.scenarios.optimizer_closures import CLOSURE_IN_PARTS
 from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_states import SMALL_CHANGES, TENSOR_RATES
 from conformance.subjects.claims import Claims
@@ -216,14 +217,17 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.7",
     "Steps with a closure",
-    on=(CLOSURE, HALF),
-    owns=(CLOSURE,),
-    refusable=(HALF,),
-    needs=BASIC,
+    on=(CLOSURE, CLOSURE_IN_PARTS, HALF),
+    owns=(CLOSURE, CLOSURE_IN_PARTS),
+    refusable=(CLOSURE_IN_PARTS, HALF),
+    needs=(*BASIC, "15.9"),
     source="torch documentation, Optimizer.step(closure); a trainer skips a batch whose closure "
-    "fails, and goes on after Ctrl-C",
+    "fails, and goes on after Ctrl-C; Lightning, accumulate_grad_batches, whose closure has the "
+    "last micro-batch alone",
     remedy="pass the closure to the wrapped optimizer and return its result; do not wrap step() in "
-    "torch.no_grad(); put back in a finally what step() sets, as a guard against a second call",
+    "torch.no_grad(); a zero_grad() before the closure, which may add to gradients that are there; "
+    "ranks that do not agree on the parameters with gradients after it; put back in a finally "
+    "what step() sets, as a guard against a second call",
 )
 def closures(run: Run, claims: Claims, found: Found) -> None:
     """step(closure) calls the closure once, with gradients enabled, before it steps, and returns
@@ -239,6 +243,10 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
 
     Drawn steps of a model of float16 or bfloat16, which is drawn, have a closure, too; an error on
     every rank may refuse these models.
+
+    In one more run each rank has gradients of other parameters, as in 15.9. Before half of the
+    steps, which are drawn, a backward leaves one half of the gradients; the closure clears nothing,
+    and adds the other half. An error on every rank may refuse this.
 
     It does not apply if step() has no parameter for a closure: a trainer gets a TypeError then. The
     steps of other rules have none either.

@@ -382,16 +382,18 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     needs=("15.5",),
     since="1.6",
     source="torch documentation, torch.optim, Per-parameter options; layer-wise decay of the "
-    "learning rate, with two groups for each layer",
-    remedy="a list of options for a few groups; groups that are joined beyond a number",
+    "learning rate, with two groups for each layer; flattened models, such as an LSTM on a GPU",
+    remedy="a list of options for a few groups; groups that are joined beyond a number; tied "
+    "weights that are recognised by their storage, which views of a flat buffer share",
 )
 def many_groups(run: Run, claims: Claims, found: Found) -> None:
     """With 12 to 40 parameter groups each parameter is stepped with the options of its own group,
     and with those of the construction that its group leaves out. A group of one parameter has the
     parameter itself in place of a list, as torch's optimizers take it; a list, if that raises an
-    error.
+    error. All parameters are views of one flat buffer. Values between the views are not judged.
 
-    The number of groups, their parameters and their options are drawn from the session's seed.
+    The number of groups, their parameters, their options, their places in the buffer, and the gaps
+    between them, are drawn from the session's seed.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)

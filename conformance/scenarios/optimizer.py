@@ -233,7 +233,9 @@ class Scaling:
         alone_place: the place of that rank in its group, modulo the group's size.
         unscaled: the steps in which ``unscale_`` is called before the step.
         clip: the largest magnitude of gradients that are clipped after ``unscale_``.
-        apart: every how many-th parameter has an infinity if gradients overflow.
+        apart: every how many-th parameter has an infinity if gradients overflow, unless ``within``
+            names others.
+        within: by step, the parameters of one group that have an infinity then, and no others.
         lacking: by step, the parameter that has no gradient on any rank, if one has none.
     """
 
@@ -246,11 +248,20 @@ class Scaling:
     unscaled: tuple[int, ...]
     clip: float
     apart: int
+    within: dict[int, tuple[int, ...]]
     lacking: dict[int, int]
 
     def set_after(self, step: int) -> float | None:
         """Return the scale that is set after a step, if one is: no step overflows from there on."""
         return self.last_scale if step == LAST_OVERFLOW else None
+
+    def infinite(self, step: int, params: int) -> tuple[int, ...]:
+        """Return the parameters that have an infinity if gradients overflow at a step.
+
+        Args:
+            params: the number of all parameters.
+        """
+        return self.within.get(step) or tuple(range(0, params, self.apart))
 
     def overflows(self, step: int, place: int, size: int, has_alone: bool) -> bool:
         """Whether the gradients of the rank in a place of its group overflow at a step.

@@ -12,6 +12,7 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import UNUSED
 from conformance.scenarios.optimizer_backwards import is_in_half, is_left_out
 from conformance.scenarios.optimizer_clipping import CLIPPED, lacks_gradient
+from conformance.scenarios.optimizer_closures import CLOSURE_IN_PARTS
 from conformance.scenarios.optimizer_in_half import lacks_gradient_in_half
 from conformance.scenarios.optimizer_late_training import is_trained_late
 from conformance.scenarios.optimizer_loops import RESET, trained_late
@@ -20,6 +21,8 @@ from conformance.scenarios.optimizer_rests import rests, rests_at
 from conformance.scenarios.optimizer_states import SCALED
 from conformance.scenarios.optimizer_training import EMPTY, FROZEN, UNFROZEN, plan_of
 
+# Each rank has gradients of other parameters.
+_UNUSED = (UNUSED.variant, CLOSURE_IN_PARTS.variant)
 # Others are frozen, or thawed, before a backward.
 _FROZEN_LATE = tuple(sorted(set(range(len(EMPTY.params))) - {FROZEN, UNFROZEN}))
 
@@ -77,7 +80,7 @@ def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, in
     places = range(size) if place is None else (place,)
     return any(
         not is_empty(scenario, step, other, size)
-        and (scenario.variant != UNUSED.variant or uses(size, other, step, index))
+        and (scenario.variant not in _UNUSED or uses(size, other, step, index))
         for other in places
     )
 

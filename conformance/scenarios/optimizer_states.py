@@ -66,8 +66,9 @@ SCALED = replace(
     PLAIN,
     name="optimizer_scaled",
     summary="a GradScaler is around the optimizer: in drawn steps the gradients of all ranks "
-    "overflow, and in one those of a rank alone if the optimizer takes the scale itself; in others "
-    "one parameter has no gradient",
+    "overflow, in one those of the second group alone, in one those of an added group alone, and "
+    "in one those of a rank alone if the optimizer takes the scale itself; in others one parameter "
+    "has no gradient",
     steps=("crafted",) * 12,
     world_sizes=(2,),
     variant="scaled",
@@ -286,23 +287,29 @@ def _rewrite(
 
 def scaled(draw: random.Random) -> Setting:
     """Return the plan of a GradScaler: steps that overflow, scales, and steps that are clipped."""
-    first, second, alone = draw.sample(range(1, LAST_OVERFLOW + 1), 3)
+    first, second, alone, third, last = draw.sample(range(1, LAST_OVERFLOW + 1), 5)
+    # The gradients of the added group overflow after it was added.
+    third, last = sorted((third, last))
+    rates = [2.0**exponent for exponent in draw.sample((-4, -3, -2), len(_GROUPS))]
     # Each kind of step is unscaled once before the step, and once by the GradScaler.
     unscaled = {step for step in range(12) if draw.random() < 0.5}
     unscaled = (unscaled | {first, 9}) - {second, 10}
     return Setting(
         warmup=draw.randint(2, 4),
+        groups=tuple((indices, {"lr": rate}) for indices, rate in zip(_GROUPS, rates, strict=True)),
+        added=(draw.randint(1, last - 1),),
         scaling=Scaling(
             first_scale=2.0 ** draw.randint(8, 14),
             interval=draw.randint(2, 3),
             last_scale=2.0 ** -draw.randint(5, 10),
-            everywhere=(first, second),
+            everywhere=(first, second, third, last),
             alone=alone,
             alone_place=draw.randrange(8),
             unscaled=tuple(sorted(unscaled)),
             clip=2.0 ** draw.randint(1, 3),
             apart=draw.randint(1, 3),
-            lacking=_lacking(draw, {first, second, alone}),
+            within={third: _GROUPS[1], last: _GROUPS[2]},
+            lacking=_lacking(draw, {first, second, alone, third, last}),
         ),
     )
 

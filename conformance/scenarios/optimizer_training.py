@@ -16,6 +16,7 @@ from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, GROUPS, PLAIN, SAVED, Setting, setting
 from conformance.scenarios.optimizer_backwards import ACCUMULATED_BFLOAT16, setting_in_half
 from conformance.scenarios.optimizer_clipping import CLIPPED, setting_of_clipped
+from conformance.scenarios.optimizer_closures import CLOSURE_IN_PARTS
 from conformance.scenarios.optimizer_groups import (
     OF_ADAM,
     OF_SGD,
@@ -183,7 +184,8 @@ LONG = replace(
 MANY_GROUPS = replace(
     PLAIN,
     name="optimizer_many_groups",
-    summary="12 to 40 parameter groups with options of their own; their number is drawn",
+    summary="12 to 40 parameter groups with options of their own; their number is drawn; all "
+    "parameters are views of one flat buffer, in a drawn order and with drawn gaps",
     steps=("normal",) * 5,
     world_sizes=(2,),
     variant="many_groups",
@@ -250,7 +252,7 @@ def is_closed(scenario: Scenario, step: int) -> bool:
         return scenario.resume.also_taken_at <= step < scenario.resume.saves_at
     if is_closed_in_half(scenario, step):
         return True
-    return scenario.variant == "closure" or (
+    return scenario.variant in ("closure", CLOSURE_IN_PARTS.variant) or (
         scenario.variant in ("options", "adam_options", AUTOCAST.variant) and step % 3 == 1
     )
 

@@ -55,12 +55,12 @@ class CapturesItsStep(Averaging):
         return loss
 
 
-def _mutant(arguments: str, breaks: tuple[str, ...]) -> Mutant:
-    return Mutant(f"CapturesItsStep{arguments}", breaks, "averages", kind="optimizer")
-
-
+OF = {"claims": "averages", "kind": "optimizer"}
+LATE = {"15.24": "options are written after many steps there, too"}
 MUTANTS = [
-    _mutant("", ("15.24",)),
-    _mutant(",live=momentum", ("15.24", "15.29")),
-    _mutant(",after=140,live=weight_decay", ("15.24", "15.29")),
+    Mutant("CapturesItsStep", ("15.24",), **OF),
+    *(
+        Mutant(f"CapturesItsStep,{arguments}", ("15.29",), because=LATE, **OF)
+        for arguments in ("live=momentum", "after=140,live=weight_decay")
+    ),
 ]

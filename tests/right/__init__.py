@@ -63,6 +63,7 @@ _MODULES = (
     "optimizer_wrappers",
     "optimizers_in_half",
     "optimizers_that_capture",
+    "optimizers_of_layouts",
     "strategies",
     "strategies_in_passes",
     "strategies_of_windows",

@@ -43,7 +43,8 @@ def _require_whole_call(run: Run, found: Found, rank: int, call: Mapping[str, An
     """Require a call of the averager with all parameters, and with their gradients."""
     step = call["step"]
     place = f"rank {rank}, step {step}"
-    missing = ", ".join(f"p{index}" for index in call["missing"])
+    later = plan_of(run.scenario).in_no_group(step)
+    missing = ", ".join(f"p{index}" for index in call["missing"] if index not in later)
     found.require(
         not missing,
         "a call of the averager with all parameters",

@@ -54,12 +54,13 @@ class Scaler:
         return self._plan.overflows(step, place, size, self.alone)
 
     def scaled(
-        self, grads: list[torch.Tensor | None], overflows: bool
+        self, grads: list[torch.Tensor | None], step: int, overflows: bool
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the scaled loss; with infinities in some if it overflows."""
+        """Return the gradients of a step's scaled loss; with infinities in some if it overflows."""
         scale = self._scaler.get_scale()
         scaled = [None if grad is None else grad * scale for grad in grads]
-        for grad in scaled[:: self._plan.apart] if overflows else ():
+        for index in self._plan.infinite(step, len(grads)) if overflows else ():
+            grad = scaled[index]
             if grad is not None:
                 grad[(0,) * grad.dim()] = math.inf
         return scaled

@@ -1,6 +1,5 @@
 """The driver of optimizer wrappers: gives parameters gradients, has them stepped, records them."""
 
-import builtins
 import contextlib
 import copy
 from dataclasses import replace
@@ -23,9 +22,11 @@ from conformance.ranks.drivers._optimizer_clearing import (
     zero_gradients,
 )
 from conformance.ranks.drivers._optimizer_clips import clip_by_norm
+from conformance.ranks.drivers._optimizer_closures import skip_batch, step_with_closure
 from conformance.ranks.drivers._optimizer_construction import Construction, names_in_signature
 from conformance.ranks.drivers._optimizer_inputs import mean_of_inputs
 from conformance.ranks.drivers._optimizer_loads import load_saved
+from conformance.ranks.drivers._optimizer_models import make_model
 from conformance.ranks.drivers._optimizer_pairs import leave_gradients
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import (
@@ -44,7 +45,6 @@ from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
-from conformance.scenarios.closure_losses import loss_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting, Write, recipient
 from conformance.scenarios.optimizer_backwards import ASSIGNED
@@ -128,7 +128,7 @@ class OptimizerDriver(RankDriver):
             self.group_rank = dist.get_rank(self.group)
             self.size = dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
-        self.model = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
+        self.model = make_model(self)
         self.params = self.model.tensors
         restored = self.load() if self.saved else None
         self._fill(restored["parameters"] if restored else self._first_values(number))
@@ -220,8 +220,8 @@ class OptimizerDriver(RankDriver):
             is_closed_step = False
         if is_closed_step:
             if raised := raised_before(self.scenario, number):
-                self._skip_batch(raised)
-            self._step_with_closure(number)
+                skip_batch(self, raised)
+            step_with_closure(self, number)
         elif self._scaler and not self._scaler.is_refused:
             self._step_with_scaler(self._scaler, number)
         else:
@@ -336,40 +336,6 @@ class OptimizerDriver(RankDriver):
             values.view(-1)[zeros.start : zeros.stop] = 0
         return self._laid_out(index, values)
 
-    def _skip_batch(self, name: str) -> None:
-        """Step with a closure that raises an exception of Python's, and go on after it."""
-        raised = getattr(builtins, name)("this batch failed")
-        caught: BaseException | None = None
-
-        def closure() -> torch.Tensor:
-            raise raised
-
-        with self.inside("step"):
-            try:
-                self.optimizer.step(closure)
-            except BaseException as error:
-                caught = error
-        text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
-        self.recorder.event("failed", same=caught is raised, came=text)
-
-    def _step_with_closure(self, number: int) -> None:
-        calls: list[bool] = []
-
-        def closure() -> torch.Tensor:
-            calls.append(torch.is_grad_enabled())
-            with torch.enable_grad():
-                clear_before(self, number)
-                grads = self.gradients(number)
-                value = loss_of(self.scenario, number, self.group_rank, self.size)
-                loss: torch.Tensor = self.model(grads) + value
-                loss.backward()
-            return loss
-
-        with self.inside("step"):
-            loss = self.optimizer.step(closure)
-        value = float(loss) if isinstance(loss, (torch.Tensor, float, int)) else None
-        self.recorder.event("closure", calls=calls, loss=value)
-
     def _make_scaler(self) -> Scaler | None:
         """Return the GradScaler that the scenario has around the optimizer, if it has one.
 
@@ -388,7 +354,7 @@ class OptimizerDriver(RankDriver):
     def _step_with_scaler(self, scaler: Scaler, number: int) -> None:
         clear_before(self, number)
         overflows = scaler.overflows(number, self.group_rank, self.size)
-        grads = scaler.scaled(self.gradients(number), overflows)
+        grads = scaler.scaled(self.gradients(number), number, overflows)
         scaler.backward(self.model(grads))
         if number == 0:
             with self.doing("param_groups"):
@@ -464,7 +430,7 @@ class OptimizerDriver(RankDriver):
     def _make_anew(self) -> None:
         """Make the model and its optimizer anew, as in new processes."""
         old = self._training()
-        self.model = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
+        self.model = make_model(self)
         self.params = self.model.tensors
         if self.averager:
             setting = self.setting

@@ -51,6 +51,7 @@ from conformance.scenarios.optimizer import (
 )
 from conformance.scenarios.optimizer_backwards import ALL as OF_BACKWARDS
 from conformance.scenarios.optimizer_clipping import CLIPPED
+from conformance.scenarios.optimizer_closures import CLOSURE_IN_PARTS
 from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.optimizer_loops import ALL as OF_LOOPS
 from conformance.scenarios.optimizer_repeats import ALL as REPEATED
@@ -134,6 +135,7 @@ OPTIMIZER = Kind(
     scenarios=(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
         *(ORDERED, SAVED, SAVED_CLOSED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
+        CLOSURE_IN_PARTS,
         *ALL,
         *OF_STATES,
         *OF_LOOPS,
