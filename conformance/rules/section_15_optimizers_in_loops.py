@@ -53,13 +53,14 @@ IN_BACKWARD = (
     "Steps that a GradScaler skips are left out, and no others",
     on=(SCALED,),
     owns=(SCALED,),
-    needs=("15.1", "15.2", "15.3"),
+    needs=("15.1", "15.2", "15.3", "15.5"),
     since="1.6",
     source="torch documentation, torch.amp.GradScaler and Automatic Mixed Precision examples, "
     "Working with Unscaled Gradients; GradScaler.step, _step_supports_amp_scaling",
     remedy="param_groups with the parameters themselves, whose gradients a GradScaler unscales; a "
     "count of steps that no step() was called for; grad_scale and found_inf, if the optimizer has "
-    "_step_supports_amp_scaling; gradients that are cleared before the averager is called",
+    "_step_supports_amp_scaling, also for the parameters of an added group; gradients that are "
+    "cleared before the averager is called",
 )
 def under_scaler(run: Run, claims: Claims, found: Found) -> None:
     """With a GradScaler around the optimizer, parameters are those of the unscaled gradients, which
@@ -67,7 +68,9 @@ def under_scaler(run: Run, claims: Claims, found: Found) -> None:
     averager is not called, or on all ranks in each of these steps. If it is called, parameters
     still have their gradients: averagers such as torch's leave out those without one.
 
-    In some steps a parameter has no gradient on any rank.
+    In some steps a parameter has no gradient on any rank. There are two groups with rates of their
+    own, and a third one is added at a drawn step. Once the second group alone overflows, and later
+    the added one alone.
 
     An optimizer with the attribute _step_supports_amp_scaling is called in every step. If it takes
     an averager, the gradients of one rank alone overflow in a further step: the other ranks step,
@@ -184,7 +187,9 @@ def hooks_once(run: Run, claims: Claims, found: Found) -> None:
     "that step() alone takes back, although a batch that is given up has no step, or one more "
     "backward adds to the averaged tensor in place; torch.zeros_like(p), or a buffer of the dtype "
     "of p, for a gradient of another dtype; one callback for each step: a reentrant checkpoint is "
-    "a graph task of its own, which ends before other gradients arrive",
+    "a graph task of its own, which ends before other gradients arrive; a mark that the end of a "
+    "backward takes back, although a backward that raises an error has no such end; elements in "
+    "the order of memory, in which p and p.grad may differ",
 )
 def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     """After two or three backwards a step is that on the sum of their gradients, whichever
@@ -209,7 +214,12 @@ def several_backwards(run: Run, claims: Claims, found: Found) -> None:
     Gradients that no backward has accumulated count as others do: each rank writes its own to
     p.grad, for some parameters or for all, in place, in p.grad.data or as another tensor, and
     step() averages them. They are not judged if an optimizer averages gradients, or changes them,
-    before step(), as in hooks of the backward; an error on every rank may refuse them.
+    before step(), as in hooks of the backward; an error on every rank may refuse them. In another
+    run their memory layouts are drawn for each parameter and step, the same on all ranks: that of
+    the parameter, its dimensions in the other order, or a slice of one flat vector.
+
+    Two backwards that are dropped raise an error on all ranks at the same gradient, which is drawn,
+    and is not the first one to arrive. The trainer catches the error and clears the gradients.
 
     A part of the parameters may be in a reentrant activation checkpoint, all ranks alike: their
     gradients arrive before those of all others, or after them. The part is drawn, and an error on

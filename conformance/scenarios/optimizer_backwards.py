@@ -65,8 +65,8 @@ DISCARDED = replace(
     ACCUMULATED,
     name="optimizer_discarded",
     summary="before most steps zero_grad() of the optimizer or the model, or p.grad = None, drops "
-    "the gradients of a backward, some after synchronize() has averaged these; then one parameter "
-    "has no gradient",
+    "the gradients of a backward, some after synchronize() has averaged these, and some after the "
+    "backward has raised an error halfway, on all ranks; then one parameter has no gradient",
     params=PLAIN.params,
     steps=("crafted",) * 12,
     variant="discarded",
@@ -84,6 +84,13 @@ ASSIGNED = replace(
     observe=replace(ACCUMULATED.observe, bytes_sent=True),
 )
 
+ASSIGNED_LAID_OUT = replace(
+    ASSIGNED,
+    name="optimizer_assigned_laid_out",
+    summary="the same, and gradients have other memory layouts than their parameters: transposed "
+    "strides, or slices of one flat vector, as drawn for each parameter and step",
+)
+
 EARLY = replace(
     ACCUMULATED,
     name="optimizer_synchronized_early",
@@ -96,7 +103,10 @@ EARLY = replace(
 )
 
 IN_HALF = (ACCUMULATED_BFLOAT16, ACCUMULATED_FLOAT16)
-ALL = (ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED, EARLY, WIDE, CHECKPOINTED)
+ALL = (
+    *(ACCUMULATED, *IN_HALF, DISCARDED, ASSIGNED, ASSIGNED_LAID_OUT, EARLY, WIDE),
+    CHECKPOINTED,
+)
 _ACCUMULATED = tuple({scenario.variant for scenario in (ACCUMULATED, *IN_HALF)})
 
 # Gradients that are dropped are made like those of these steps, which no scenario reaches.
@@ -271,6 +281,8 @@ class Drop:
             GradScaler that skips it.
         averages_after: whether the step that follows is within ``skip_synchronize()``, after a
             ``synchronize()`` of its own.
+        breaks_off: the parameter at whose gradient the backward raises an error on all ranks, as
+            if memory ran out; None if the backward ends.
     """
 
     way: str
@@ -278,6 +290,7 @@ class Drop:
     is_averaged: bool
     enters: bool
     averages_after: bool
+    breaks_off: int | None = None
 
 
 def drop_before(scenario: Scenario, step: int) -> Drop | None:
@@ -310,19 +323,39 @@ def _drops(scenario: Scenario) -> Mapping[int, Drop]:
 
     One of the steps is the first, in which no parameter has a state. Gradients are dropped in each
     way three times: twice after they were averaged, with each form of the next step, and once
-    before.
+    before. Of these last three, two backwards raise an error, after one gradient at least.
     """
     draw = generator(scenario, "discards")
     forms = [(way, *form) for way in WAYS for form in ((True, True), (True, False), (False, False))]
     draw.shuffle(forms)
     steps = (0, *draw.sample(range(1, len(scenario.steps)), len(forms) - 1))
     entered = draw.randrange(2)
+    breaking = generator(scenario, "broken backwards")
+    ends = breaking.choice(WAYS)
     drops = {}
     for step, (way, is_averaged, averages_after) in zip(steps, forms, strict=True):
         left_out = draw.randrange(len(scenario.params))
         enters = is_averaged and (WAYS.index(way) + averages_after) % 2 == entered
-        drops[step] = Drop(way, left_out, is_averaged, enters, averages_after)
+        # The gradient of the last parameter comes first.
+        at = breaking.randrange(len(scenario.params) - 1)
+        breaks_off = None if is_averaged or way == ends else at
+        drops[step] = Drop(way, left_out, is_averaged, enters, averages_after, breaks_off)
     return drops
+
+
+class Layout(Enum):
+    """The memory layout of a gradient that a trainer writes."""
+
+    OWN = "that of its parameter"
+    TRANSPOSED = "its dimensions in the other order in memory"
+    SLICE = "a contiguous slice of one flat vector, in which others lie beside it"
+
+
+def layout_of(scenario: Scenario, step: int, index: int) -> Layout:
+    """Return the layout of a gradient that is written, the same on all ranks."""
+    if scenario.name != ASSIGNED_LAID_OUT.name:
+        return Layout.OWN
+    return generator(scenario, f"layout of p{index} in {step}").choice(list(Layout))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Mutants of rule 15.27, two optimizers whose models get their gradients before one of them steps,
-and of rule 15.43, a backward that has another one inside."""
+and of rule 15.43, a backward that has another one inside, or that raises an error."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -74,11 +74,33 @@ class AveragesOnce(AveragesInBackward):
         super().zero_grad(set_to_none)
 
 
+class TrustsTheEnd(AveragesInBackward):
+    """Average in the step of a rank without a backward alone: a backward that raises an error never
+    takes back the mark that its end is queued.
+    """
+
+    has_arrived = False
+
+    def _arrives(self, parameter: torch.Tensor) -> None:
+        self.has_arrived = True
+        super()._arrives(parameter)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.is_averaged = self.has_arrived
+        super().step()
+        self.has_arrived = False
+        return loss
+
+
 OF = {"kind": "optimizer"}
 MUTANTS = [
     *(
         Mutant(name, ("15.27",), "averages", **OF)
         for name in ("QueuesOneCallback", "SharesBuffers")
     ),
-    Mutant("AveragesOnce", ("15.43",), "averages", **OF),
+    *(Mutant(name, ("15.43",), "averages", **OF) for name in ("AveragesOnce", "TrustsTheEnd")),
 ]

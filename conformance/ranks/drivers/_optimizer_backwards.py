@@ -1,6 +1,7 @@
 """The backwards before a step of an optimizer wrapper that averages gradients."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,12 +26,14 @@ from conformance.scenarios.optimizer_backwards import (
     Change,
     Changing,
     Drop,
+    Layout,
     assigned_before,
     averages_early,
     averages_first,
     change_before,
     drop_before,
     factors_of,
+    layout_of,
     shares,
     zero_rows,
 )
@@ -195,12 +198,12 @@ def _leave_own_gradients(driver: Training, step: int, grads: Sequence[torch.Tens
         if plan is None or index not in written or plan.way == NEW_TENSOR:
             parameter.grad = None
     if plan and plan.is_first:
-        _assign(driver, plan, grads)
+        _assign(driver, step, plan, grads)
     if any(grad is not None for grad in of_backward):
         with driver.doing("backward"):
             driver.model(of_backward).backward()
     if plan and not plan.is_first:
-        _assign(driver, plan, grads)
+        _assign(driver, step, plan, grads)
     is_changed = any(
         parameter.grad is None or grad is None or not torch.equal(parameter.grad, grad)
         for parameter, grad in zip(driver.params, grads, strict=True)
@@ -209,7 +212,9 @@ def _leave_own_gradients(driver: Training, step: int, grads: Sequence[torch.Tens
         driver.recorder.event("before_step")
 
 
-def _assign(driver: Training, plan: Assigned, grads: Sequence[torch.Tensor | None]) -> None:
+def _assign(
+    driver: Training, step: int, plan: Assigned, grads: Sequence[torch.Tensor | None]
+) -> None:
     """Write gradients to ``p.grad``, as a trainer that has computed them itself."""
     own = [grad if index in plan.indices else None for index, grad in enumerate(grads)]
     params = [driver.params[index] for index in plan.indices]
@@ -217,6 +222,7 @@ def _assign(driver: Training, plan: Assigned, grads: Sequence[torch.Tensor | Non
     if plan.is_computed:
         with driver.doing("torch.autograd.grad"):
             values = list(torch.autograd.grad(driver.model(own), params))
+    values = _laid_out(driver.scenario, step, plan.indices, values)
     for parameter, value in zip(params, values, strict=True):
         if parameter.grad is None or plan.way == NEW_TENSOR:
             parameter.grad = value
@@ -226,6 +232,24 @@ def _assign(driver: Training, plan: Assigned, grads: Sequence[torch.Tensor | Non
             parameter.grad.copy_(value)
 
 
+def _laid_out(
+    scenario: Scenario, step: int, indices: Sequence[int], values: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the same gradients in the memory layouts of the scenario."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    ends = itertools.accumulate(value.numel() for value in values)
+    laid_out = []
+    for index, value, end in zip(indices, values, ends, strict=True):
+        layout = layout_of(scenario, step, index)
+        if layout is Layout.SLICE:
+            value = flat[end - value.numel() : end].view(value.shape)
+        elif layout is Layout.TRANSPOSED:
+            turned = list(reversed(range(value.dim())))
+            value = value.permute(turned).contiguous().permute(turned)
+        laid_out.append(value)
+    return laid_out
+
+
 def _drop_gradients(driver: Training, step: int, drop: Drop) -> None:
     """Run a backward whose step is given up: its gradients are dropped."""
     specs = driver.scenario.params
@@ -233,8 +257,12 @@ def _drop_gradients(driver: Training, step: int, drop: Drop) -> None:
         lay_out(driver.values("crafted", DROPPED + step, index), spec.layout)
         for index, spec in enumerate(specs)
     ]
-    with driver.doing("backward"):
-        driver.model(dropped).backward()
+    loss = driver.model(dropped)
+    if drop.breaks_off is None:
+        with driver.doing("backward"):
+            loss.backward()
+    else:
+        _break_off(driver, loss, driver.params[drop.breaks_off])
     if drop.is_averaged and _offers(driver.optimizer, "synchronize"):
         with driver.doing("synchronize"):
             driver.optimizer.synchronize()
@@ -251,3 +279,20 @@ def _drop_gradients(driver: Training, step: int, drop: Drop) -> None:
         # Zeros are as good as none (15.8), but a parameter with zeros is stepped.
         if parameter.grad is not None and (drop.way == BY_NONE or not parameter.grad.any()):
             parameter.grad = None
+
+
+class _OutOfMemoryError(Exception):
+    """The error of a backward."""
+
+
+def _break_off(driver: Training, loss: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Run a backward that raises an error when the gradient of a parameter comes, and catch it."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise _OutOfMemoryError
+
+    with driver.doing("backward"):
+        hook = parameter.register_hook(fail)
+        with contextlib.suppress(_OutOfMemoryError):
+            loss.backward()
+        hook.remove()
