@@ -16,12 +16,14 @@ from conformance.scenarios.averager_loops import (
 from conformance.scenarios.averager_training import (
     IDLE_FROZEN,
     IDLE_NONE,
+    LONG,
+    MODELS_COME,
     is_frozen,
     is_given,
     is_idle,
     option,
 )
-from conformance.scenarios.averager_values import source, values_of
+from conformance.scenarios.averager_values import has_gradient, source, values_of
 from conformance.scenarios.averaging_schedule import MAX_STEPS, QUIET
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.model import Scenario
@@ -158,3 +160,29 @@ def test_the_call_is_drawn() -> None:
         assert frozen not in chosen
     assert places == {0, 1, 3, 4, 5}
     assert not is_of_subclass(PLAIN, 0)
+
+
+def test_a_parameter_has_its_first_gradient_late_and_another_rests_as_long() -> None:
+    for seed in range(10):
+        found = adapted(LONG, PERIODIC, seed)
+        dues = due_steps(found, PERIODIC)
+        resting = {
+            index: [step for step in dues if not has_gradient(found, 2, 1, step, index)]
+            for index in range(len(found.params))
+        }
+        (late,) = (steps for steps in resting.values() if dues[0] in steps)
+        (between,) = (steps for steps in resting.values() if steps and dues[0] not in steps)
+        for steps in (late, between):
+            first = dues.index(steps[0])
+            assert steps == dues[first : first + len(steps)]
+            assert 17 <= len(steps) <= 150
+            assert first + len(steps) <= 2 * len(dues) // 3
+    assert adapted(LONG, "periodic(period=100, warmup_steps=0)").options == (
+        *LONG.options,
+        f"{MODELS_COME}=1",
+    )
+
+
+def test_no_parameter_rests_under_like() -> None:
+    found = adapted(LONG, "like(EMAModelAverager, decay=0.9)")
+    assert all(has_gradient(found, 2, 0, step, 0) for step in range(len(found.steps)))

@@ -6,10 +6,11 @@ import torch
 
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.gradients import uses
-from conformance.scenarios.optimizer import PLAIN, UNUSED
+from conformance.scenarios.optimizer import CLOSURE, PLAIN, UNUSED
 from conformance.scenarios.optimizer_backwards import (
     ACCUMULATED,
     ASSIGNED,
+    ASSIGNED_LAID_OUT,
     CHANGED_IN,
     DISCARDED,
     EARLY,
@@ -17,15 +18,19 @@ from conformance.scenarios.optimizer_backwards import (
     NEW_TENSOR,
     WAYS,
     Changing,
+    Layout,
     assigned_before,
     averages_first,
     change_before,
     drop_before,
     factors_of,
     is_left_out,
+    layout_of,
     shares,
     zero_rows,
 )
+from conformance.scenarios.optimizer_closures import CLOSURE_IN_PARTS, comes_in_parts
+from conformance.scenarios.optimizer_states import SCALED
 from conformance.scenarios.optimizer_training import plan_of
 from conformance.scenarios.optimizer_wide_gradients import WIDE, factor_and_shift, widened
 from conformance.scenarios.resting_parameter import rests
@@ -182,3 +187,48 @@ def test_wide_gradients_cancel_and_need_the_bits_and_the_range_of_their_dtype() 
         half = torch.finfo(torch.float16)
         assert sum(factor * 2**8 > half.max for factor in factors) == 2
         assert sum(factor * 2**8 < half.smallest_normal for factor in factors) == 2
+
+
+def test_two_backwards_break_off_after_a_gradient_at_least() -> None:
+    for seed in SEEDS:
+        scenario = drawn(DISCARDED, seed)
+        drops = [drop_before(scenario, step) for step in range(len(scenario.steps))]
+        broken = [drop for drop in drops if drop and drop.breaks_off is not None]
+        assert len({drop.way for drop in broken}) == len(broken) == 2
+        for drop in broken:
+            assert not drop.is_averaged
+            assert drop.breaks_off in range(len(scenario.params) - 1)
+
+
+def test_written_gradients_have_layouts_of_their_own() -> None:
+    for seed in SEEDS:
+        scenario = drawn(ASSIGNED_LAID_OUT, seed)
+        found = {
+            layout_of(scenario, step, index)
+            for step in range(len(scenario.steps))
+            for index in range(len(scenario.params))
+        }
+        assert found == set(Layout)
+        assert layout_of(drawn(ASSIGNED, seed), 0, 0) is Layout.OWN
+
+
+def test_each_group_overflows_alone_once_it_is_there() -> None:
+    for seed in SEEDS:
+        plan = plan_of(drawn(SCALED, seed))
+        assert plan.scaling is not None
+        within = plan.scaling.within
+        (added,) = plan.added
+        (of_second,) = (step for step, some in within.items() if some == plan.groups[1][0])
+        (of_added,) = (step for step, some in within.items() if some == plan.groups[2][0])
+        assert added < of_added
+        assert of_second != plan.scaling.alone != of_added
+        assert {of_second, of_added} < set(plan.scaling.everywhere)
+        assert not set(within) & set(plan.scaling.lacking)
+
+
+def test_half_of_the_closures_add_to_gradients_that_are_there() -> None:
+    for seed in SEEDS:
+        scenario = drawn(CLOSURE_IN_PARTS, seed)
+        steps = range(len(scenario.steps))
+        assert sum(comes_in_parts(scenario, step) for step in steps) == len(steps) // 2
+        assert not comes_in_parts(drawn(CLOSURE, seed), 0)
