@@ -5,14 +5,15 @@ those of the other model rescaled, or replaced, too. Numbers are drawn from the 
 
     rescales    under ``rescaled``: the level of the twin's loss scale, 0 to 8, changes before about
                 a quarter of the steps. The factors are powers of two, and say nothing of gradients
-    a load      under ``checkpointable``: the twin's state is saved before a step of the first half,
-                and loaded before a later step, if it can be loaded in its own process
+    a load      under ``checkpointable``: the twin's state is saved before a step, and loaded before
+                a later one, if it can be loaded in its own process. Both come before the steps that
+                empty residuals: those feed the same gradients, so that residuals soon repeat
 """
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import DRAINING, Scenario
 from conformance.scenarios.seeds import generator
 
 LEVELS = 8
@@ -57,7 +58,8 @@ def calls_for_twin(scenario: Scenario) -> CallsForTwin:
             level = other
     if not scenario.rescale_call:
         factors = {}
-    if LOADS not in scenario.options or count < 3:
+    before_drain = sum(kind not in DRAINING for kind in scenario.steps)
+    if LOADS not in scenario.options or before_drain < 3:
         return CallsForTwin(factors)
-    saves_at = draws.randrange(1, (count + 1) // 2)
-    return CallsForTwin(factors, saves_at, draws.randrange(saves_at + 1, count))
+    saves_at = draws.randrange(1, before_drain - 1)
+    return CallsForTwin(factors, saves_at, draws.randrange(saves_at + 1, before_drain))
