@@ -290,13 +290,14 @@ POSTSTEP = Claim(
         Form(
             "poststep(call=flush)",
             "The gradients are correct only once the trainer has called this function, after "
-            "backward; the function belongs to the state, to the hook's object or to its module.",
+            "backward; the function belongs to the state, to the hook's object or to its module. "
+            "There is no call after a backward under no_sync.",
             "not before that call: 1.12",
         ),
         Form(
             "poststep",
             "The gradients are correct only once the after_backward of the set-up's Case has "
-            "returned.",
+            "returned. There is no call after a backward under no_sync.",
             "not before that call: 1.12",
         ),
     ),
