@@ -121,12 +121,12 @@ def small_changes(draw: random.Random) -> Setting:
 def rate_written_late(scenario: Scenario) -> tuple[float | None, ...]:
     """Return the rates of a long run: one is written in its second half, and stays.
 
-    It is a power of two, and not 2**-3, the rate of the construction.
+    It is a quarter of the construction's rate, which is 2**-3, or four times as much.
     """
     draw = generator(scenario, "late rate")
     count = len(scenario.steps)
     rates: list[float | None] = [None] * count
-    rates[draw.randint(count // 2, count - 10)] = 2.0 ** draw.choice((-5, -4, -2))
+    rates[draw.randint(count // 2, count - 10)] = 2.0 ** draw.choice((-5, -1))
     return tuple(rates)
 
 
