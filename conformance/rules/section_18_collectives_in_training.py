@@ -18,6 +18,7 @@ from conformance.judging.oracles.collective_forms import (
     require_shape,
 )
 from conformance.judging.oracles.collective_training import (
+    note_refusal_of_async,
     note_refusal_of_others,
     require_no_error_in_wait,
     require_recovery,
@@ -36,6 +37,7 @@ from conformance.scenarios.collective_training import (
     RECOVERING,
     RECOVERING_HALF,
     UNEVEN,
+    UNEVEN_ON_GROUPS,
     VIEWS,
     WITH_CALLS_OUTSIDE,
 )
@@ -58,37 +60,42 @@ from conformance.subjects.claims import Claims
     source="torch documentation, torch.distributed.all_gather: tensors of any size; grids of "
     "kernels and indices of 16 bits",
     remedy="chunks of a fixed size, of which the last or all but the first are left out; a scale "
-    "for more than a block; another format for large messages",
+    "for more than a block; another format for large messages; functions made in a loop over "
+    "chunks, which read its variables in wait(), after the last chunk",
 )
 def large(run: Run, claims: Claims, found: Found) -> None:
     """Every element of a message of 2**17 to 2**21 elements, and of one above 2**21, arrives within
     the bound of rule 18.2; so does a small message between them or after them.
 
-    The sizes and the order are drawn from the session's seed. Values are random, in runs of 128
-    that differ by powers of two.
+    Two of the three calls have async_op=True, one of a large message among them; they are under way
+    together if one follows the other. If an error refuses that, the certificate names it, and the
+    calls have no async_op. The sizes, the order and these calls are drawn from the session's seed.
+    Values are random, in runs of 128 that differ by powers of two.
     """
-    require_calls(run, claims, found)
+    note_refusal_of_async(run, found, "large messages")
+    require_calls(run, claims, found, kinds=("uneven",))
 
 
 @rule(
     "18.22",
     "Calls after special values are right",
-    on=(RECOVERING, RECOVERING_HALF),
+    on=(RECOVERING, RECOVERING_HALF, LARGE),
     owns=(RECOVERING, RECOVERING_HALF),
     refusable=(RECOVERING_HALF,),
-    needs=("18.1", "18.2", "18.3", "18.14"),
+    needs=("18.1", "18.2", "18.3", "18.14", "18.21"),
     since="1.2",
     source="the definition of the claimed format; IEEE 754; Karimireddy et al., ICML 2019: error "
     "feedback",
     remedy="a scale of 0, or one that is kept above a fixed number; a zero point that is cut off "
     "at the ends of the format if all values of a block have one sign; a NaN in an error or a "
-    "scale that is kept for the next call; nan_to_num, or a conversion to integers, which loses "
-    "NaN",
+    "scale that is kept for the next call; nan_to_num, or a conversion to integers, or max() of "
+    "Python over parts of a message, which lose NaN",
 )
 def recovery(run: Run, claims: Claims, found: Found) -> None:
     """Zeros arrive as zeros; constants, tiny values and values of one sign within the claimed
     bound; NaN and infinities spoil their own block at most, and do not arrive as finite numbers;
-    ordinary values arrive as before in the next calls.
+    ordinary values arrive as before in the next calls. So do NaN, and infinities, at drawn places
+    of a large message: one of the sizes of 18.21.
 
     After NaN and infinities this holds for messages of float16 and bfloat16, too, unless an error
     on every rank refuses these. A claim without blocks lets a NaN spoil all that the rank sends in
@@ -131,8 +138,8 @@ def views(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.24",
     "Messages of uneven sizes work, or are refused",
-    on=(UNEVEN,),
-    owns=(UNEVEN,),
+    on=(UNEVEN, UNEVEN_ON_GROUPS),
+    owns=(UNEVEN, UNEVEN_ON_GROUPS),
     needs=("18.9", "18.10", "18.13"),
     since="1.2",
     source="torch documentation, torch.distributed.all_to_all: tensors of different sizes in a "
@@ -141,7 +148,9 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     remedy="the sizes of the first tensor, or of the rank's own, taken for those of all; the sizes "
     "of what a rank sends, taken for those of what it gets; padding to a length that others "
     "exceed; a rank without rows, which has nothing to send, and still gets those of its peers; "
-    "sizes that are kept by the shapes of tensors, or left out if async_op=True; "
+    "sizes that are kept by the shapes of tensors, or left out if async_op=True; sizes or offsets "
+    "in the dtype of the messages; rounds whose number depends on the rank's own parts; an "
+    "agreement on sizes without group=; "
     "over Gloo, an all_gather of tensors of different sizes, which ends the process: compare the "
     "sizes first, and raise an error",
 )
@@ -156,6 +165,11 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
     and in the next step. In six calls drawn ranks have no rows: to send, or to receive, or for one
     rank and not for another; in every other one of these calls the others have none.
 
+    Half of the messages are of float64, float16 or bfloat16. One call has 300 to 2,000 rows of
+    bfloat16, one a part of 2**14 to 2**18 elements for one rank and small ones for the others, and
+    one tensors that are not contiguous. Other calls are on two groups of two ranks, of which one
+    makes fewer calls. An error may refuse each of these alone.
+
     About half of the calls have async_op=True. One to three such calls are under way at a time, and
     each rank waits for them in an order of its own. If an error refuses async_op=True for these
     sizes, the certificate names the error, and the calls have no async_op. Lists and
@@ -165,16 +179,12 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
     if collective not in OF_UNEVEN_SIZES:
         found.does_not_apply(f"torch's {collective} takes tensors of one size")
         return
-    first = run.ranks[0]
-    refused = [(call.step, call.index) for call in calls(run) if call.refused]
-    for event in first.all("refuses_waiting"):
-        if (event["step"], event["index"]) not in refused:
-            found.note(f"async_op=True is refused for uneven sizes: {event['error']}")
-            break
-    note_refusal_of_others(run, found)
+    note_refusal_of_async(run, found, "uneven sizes")
     for call in calls(run):
         if call.refused:
             require_no_error_in_wait(found, call)
+        elif run.scenario.params[call.index].dtype != "float32":
+            require_dtype(run, claims, found, call)
         else:
             require_call(run, claims, found, call)
 

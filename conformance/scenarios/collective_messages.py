@@ -60,6 +60,7 @@ from conformance.scenarios.collective_conditions import (
 from conformance.scenarios.collective_training import (
     ALSO_OUTSIDE,
     OF_DTYPES,
+    OF_LARGE,
     OF_OPERATIONS,
     ON_GROUPS,
     ONE_SIDED,
@@ -74,6 +75,11 @@ from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
 Pair = tuple[int, int]
+
+# The variants whose calls are made in runs, and the most calls of a run, but for ``MIXED``.
+IN_RUNS = (MIXED, UNEVEN_PARTS, OF_DTYPES, OF_LARGE)
+_TOGETHER = 3
+POISON = ("nan", "infinite")
 
 # A call as on a rank outside of the group comes while another one is under way.
 MEANWHILE = "meanwhile"
@@ -138,6 +144,10 @@ def indices(scenario: Scenario, step: int) -> list[int]:
     if scenario.variant == OF_OPERATIONS and scenario.options[0] not in SUMMING:
         return []  # It has no argument op.
     specs = list(enumerate(scenario.params))
+    if scenario.variant == OF_LARGE and scenario.steps[step] in POISON:
+        # The largest one would take long, and the smallest one is no large message.
+        by_size = sorted(specs, key=lambda pair: math.prod(pair[1].shape))
+        return [by_size[len(specs) // 2][0]]
     if scenario.steps[step] in OF_FLOAT64:
         return [index for index, spec in specs if spec.shape and spec.dtype == "float64"]
     takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
@@ -153,8 +163,20 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
     if scenario.variant == ON_GROUPS:
         return index != _uses_of_groups(scenario, step).complete
     if scenario.variant == UNEVEN_PARTS and scenario.options[0] in OF_UNEVEN_SIZES:
-        return uneven.is_asynchronous(scenario, step, index)
+        return _is_drawn_asynchronous(scenario, step, index)
+    if scenario.variant == OF_DTYPES:
+        return _is_drawn_asynchronous(scenario, step, index)
+    if scenario.variant == OF_LARGE:
+        # One large message is among them.
+        count = len(scenario.params)
+        chosen = _draw_of(scenario, step).sample(range(count), (count + 1) // 2)
+        return step == 0 and index in chosen
     return scenario.variant in (HANDLES, "waited", "in_flight")
+
+
+def _is_drawn_asynchronous(scenario: Scenario, step: int, index: int) -> bool:
+    key = f"{scenario.session_seed}/asynchronous/{step}/{index}"
+    return random.Random(key).random() < 0.5
 
 
 def use_of_lists(scenario: Scenario, step: int, index: int) -> str:
@@ -170,10 +192,20 @@ def use_of_lists(scenario: Scenario, step: int, index: int) -> str:
 def runs(scenario: Scenario, step: int) -> list[list[int]]:
     """Return the parameters of a step's calls in their order, in runs. The calls of a run are begun
     before the first wait.
+
+    In other scenarios than ``MIXED`` a run is one call, or one to three with async_op=True.
     """
     if scenario.variant == MIXED:
         return mixed_runs(scenario, step, indices(scenario, step))
-    return uneven.runs(scenario, step, indices(scenario, step))
+    found: list[list[int]] = []
+    for index in indices(scenario, step):
+        run = found[-1] if found else []
+        of_run = all(is_asynchronous(scenario, step, one) for one in (*run, index))
+        if run and of_run and len(run) < _TOGETHER:
+            run.append(index)
+        else:
+            found.append([index])
+    return found
 
 
 @dataclass(frozen=True)
@@ -230,7 +262,7 @@ def order_of_waits(
         indices: the parameters of the calls.
     """
     forward = list(range(len(indices)))
-    is_in_runs = scenario.variant in (UNEVEN_PARTS, MIXED)
+    is_in_runs = scenario.variant in IN_RUNS
     if scenario.variant not in (HANDLES, "in_flight", ON_GROUPS) and not is_in_runs:
         return forward[::-1]
     of_run = f"/{indices[0]}" if is_in_runs else ""
@@ -396,7 +428,7 @@ def _make_message(
     if scenario.period and spec.exponents:
         # A table is the same for all exponents.
         values = values * 2.0 ** spec.exponent_at(step)
-    if scenario.variant in (OF_DTYPES, OF_OPERATIONS):
+    if scenario.variant in (OF_DTYPES, OF_OPERATIONS, UNEVEN_PARTS):
         # A float64 may be rounded to a float32 on the way to a narrow dtype, or may not be.
         values = values.float().double()
     if kind == SELDOM and shape:
@@ -455,7 +487,7 @@ def _changed(
             for place, part in enumerate(parts)
         ]
         return torch.cat(changed)
-    if poisoned and kind in ("nan", "infinite"):
+    if poisoned and kind in POISON:
         # A number has one element.
         places = draw.sample(range(len(values)), min(len(values), 2))
         poison = (math.nan,) if kind == "nan" else (math.inf, -math.inf)

@@ -21,13 +21,17 @@ TINY = (-88, -20)
 # Of float16: from the smallest normal number down to the last bits of subnormal ones.
 TINY_HALF = (-19, -13)
 
+# In its later steps only one large message is sent.
+OF_LARGE = "of_large"
 _LARGE = replace(
     PLAIN,
     name="collective_large",
-    summary="messages of 2**17 to 2.6 million elements, and a small one, in a drawn order; sizes "
-    "are drawn",
-    steps=("uneven",),
+    summary="messages of 2**17 to 2.6 million elements, and a small one, in a drawn order; two of "
+    "three calls have async_op=True; then NaN, and infinities, in one large message; sizes are "
+    "drawn",
+    steps=("uneven", "nan", "infinite"),
     world_sizes=(2,),
+    variant=OF_LARGE,
     observe=Observation(bytes_sent=True),
 )
 
@@ -78,14 +82,29 @@ _UNEVEN = replace(
     "all_to_all_single; sizes change from step to step, in some calls while each rank sends and "
     "gets as many rows as before; half of the calls have async_op=True, one to three at a time; "
     "each rank has the most rows of an all_gather in some call, and fewer than another in the "
-    "next; in some calls drawn ranks have no rows to send, or get none",
+    "next; in some calls drawn ranks have no rows to send, or get none; half of the messages are "
+    "of float64, float16 or bfloat16; one call has hundreds of rows, one a large part for one rank "
+    "and small ones for others, and one other memory layouts",
     steps=("crafted", "normal"),
     world_sizes=(2, 3),
     variant=UNEVEN_PARTS,
 )
 
-# The first call of ``_UNEVEN`` in which some messages have no rows.
-FIRST_WITHOUT_ROWS = 4
+# The call of ``_UNEVEN`` in which one message is large, and the first one in which some messages
+# have no rows.
+WITH_LARGE_PART = 5
+FIRST_WITHOUT_ROWS = 7
+
+# The group without rank 0 makes no calls in the last step: rank 0 goes first.
+_UNEVEN_ON_GROUPS = replace(
+    _UNEVEN,
+    name="collective_uneven_on_groups",
+    summary="tensors or parts of different sizes on two groups of two ranks, which are drawn; one "
+    "group makes fewer calls",
+    steps=("crafted", "normal", "normal"),
+    world_sizes=(),
+    groups=((0, 1), (2, 3)),
+)
 
 # Each rank may refuse a dtype, so that peers wait for rank 0.
 OF_DTYPES = "of_dtypes"
@@ -93,7 +112,7 @@ _DTYPES = replace(
     ORDERED,
     name="collective_dtypes",
     summary="messages of float64, float16, bfloat16 and complex64, of 300 to 900 elements, and of "
-    "2**11 to 2**18, in a drawn order",
+    "2**11 to 2**18, in a drawn order; half of the calls have async_op=True",
     steps=("normal",),
     world_sizes=(2, 3),
     variant=OF_DTYPES,
@@ -233,14 +252,35 @@ def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def draw_uneven(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw two matrices of 10 to 40 elements, and two of 300 to 900.
+    """Draw two matrices of 10 to 40 elements, and two of 300 to 900; one of bfloat16 with 300 to
+    2,000 rows of 2 to 8 columns; one whose largest part has 2**14 to 2**18 elements, evenly over
+    their logarithms; and one of 300 to 900 elements in another memory layout.
 
     Of the calls in which some messages have no rows, there are six of 10 to 900 elements: senders,
-    receivers or pairs have none, in two calls each.
+    receivers or pairs have none, in two calls each. Half of all matrices but two have other dtypes.
+    Values repeat a table as in :func:`draw_dtypes`.
     """
     sizes = [numbers.randint(*ends) for ends in ((10, 40), (300, 900)) for _ in range(2)]
-    sizes += [numbers.randint(10, 900) for _ in range(6)]
-    return replace(scenario, params=tuple(matrix(size, numbers) for size in sizes))
+    params = [matrix(size, numbers) for size in sizes]
+    params.append(Param((numbers.randint(300, 2000), numbers.randint(2, 8)), "bfloat16"))
+    params.append(matrix(_log_uniform(2**14, 2**18, numbers), numbers))
+    layout = numbers.choice(("columns", "transposed"))
+    params.append(replace(matrix(numbers.randint(300, 900), numbers), layout=layout))
+    params += [matrix(numbers.randint(10, 900), numbers) for _ in range(6)]
+    plain = [index for index, spec in enumerate(params) if spec == Param(spec.shape)]
+    for index in numbers.sample(plain, len(plain) // 2):
+        dtype = numbers.choice(("float64", "float16", "bfloat16"))
+        params[index] = replace(params[index], dtype=dtype)
+    period = prime_from(numbers.randint(10_000, 20_000))
+    return replace(scenario, params=tuple(params), period=period)
+
+
+def draw_uneven_on_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the ranks of the groups, and three matrices of 300 to 900 elements."""
+    ranks = numbers.sample(range(4), 4)
+    groups = (tuple(sorted(ranks[:2])), tuple(sorted(ranks[2:])))
+    params = tuple(matrix(numbers.randint(300, 900), numbers) for _ in range(3))
+    return replace(scenario, params=params, groups=groups)
 
 
 def draw_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -369,6 +409,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _RECOVERING_HALF.name: draw_recovering_half,
     _VIEWS.name: draw_views,
     _UNEVEN.name: draw_uneven,
+    _UNEVEN_ON_GROUPS.name: draw_uneven_on_groups,
     _DTYPES.name: draw_dtypes,
     _OPERATED.name: draw_operations,
     _ALSO_OUTSIDE.name: draw_changing_scale,
@@ -384,6 +425,7 @@ RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
 RECOVERING_HALF = draw_recovering_half(_RECOVERING_HALF, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
 UNEVEN = draw_uneven(_UNEVEN, random.Random(0))
+UNEVEN_ON_GROUPS = draw_uneven_on_groups(_UNEVEN_ON_GROUPS, random.Random(0))
 DTYPES = draw_dtypes(_DTYPES, random.Random(0))
 OPERATED = draw_operations(_OPERATED, random.Random(0))
 WITH_CALLS_OUTSIDE = draw_changing_scale(_ALSO_OUTSIDE, random.Random(0))
@@ -398,6 +440,7 @@ ALL = (
     RECOVERING_HALF,
     VIEWS,
     UNEVEN,
+    UNEVEN_ON_GROUPS,
     DTYPES,
     OPERATED,
     CHANGING_SCALE,

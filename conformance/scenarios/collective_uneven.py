@@ -2,44 +2,19 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 
-from conformance.scenarios.collective import OF_UNEVEN_SIZES, TO_ALL
-from conformance.scenarios.collective_training import FIRST_WITHOUT_ROWS
+from conformance.scenarios.collective import TO_ALL
+from conformance.scenarios.collective_training import FIRST_WITHOUT_ROWS, WITH_LARGE_PART
 from conformance.scenarios.model import Scenario
-
-# The most calls that are under way together.
-_TOGETHER = 3
 
 
 def rows_of(scenario: Scenario, size: int, step: int, index: int, source: int, to: int) -> int:
     """Return the number of rows of a message."""
     if _has_no_rows(scenario, size, index, source, to):
         return 0
+    if index == WITH_LARGE_PART:
+        return _rows_beside_large(scenario, size, step, index, source, to)
     return scenario.params[index].shape[0] + _more_rows(scenario, size, step, index, source, to)
-
-
-def is_asynchronous(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether a call has async_op=True; half of the calls have."""
-    if scenario.options[0] not in OF_UNEVEN_SIZES:
-        return False
-    return random.Random(f"{scenario.session_seed}/asynchronous/{step}/{index}").random() < 0.5
-
-
-def runs(scenario: Scenario, step: int, indices: Sequence[int]) -> list[list[int]]:
-    """Return the parameters of a step's calls in their order, in runs.
-
-    A run is one call, or one to three with async_op=True that are under way together.
-    """
-    found: list[list[int]] = []
-    for index in indices:
-        run = found[-1] if found else []
-        of_run = all(is_asynchronous(scenario, step, one) for one in (*run, index))
-        if run and of_run and len(run) < _TOGETHER:
-            run.append(index)
-        else:
-            found.append([index])
-    return found
 
 
 def _more_rows(scenario: Scenario, size: int, step: int, index: int, source: int, to: int) -> int:
@@ -62,6 +37,26 @@ def _more_rows(scenario: Scenario, size: int, step: int, index: int, source: int
         return 3 * ((to - source + shift) % size)
     # No rank sends as many rows in all as it gets: if that is refused, it is on every rank.
     return 2 * ((source + shift) % size) + 3 * ((to + shift) % size) ** 2
+
+
+def _rows_beside_large(
+    scenario: Scenario, size: int, step: int, index: int, source: int, to: int
+) -> int:
+    """Return the number of rows of a message: those of the parameter for one pair, or one sender of
+    messages to all ranks, and up to an eighth of that for others. All of it is drawn.
+
+    In the first step the pair is a rank and itself, as of tokens that stay with their rank.
+    """
+    key = f"{scenario.session_seed}/large part/{step}"
+    draw = random.Random(key)
+    rows = scenario.params[index].shape[0]
+    chosen = draw.randrange(size)
+    destination = draw.randrange(size) if step else chosen
+    if scenario.options[0] in TO_ALL:
+        destination = to
+    if (source, to) == (chosen, destination):
+        return rows
+    return random.Random(f"{key}/{source}/{to}").randint(1, max(rows // 8, 1))
 
 
 def _has_no_rows(scenario: Scenario, size: int, index: int, source: int, to: int) -> bool:

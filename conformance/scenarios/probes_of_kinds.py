@@ -137,6 +137,8 @@ def _messages(value: int) -> Scenario:
     return replace(
         collective_training.LARGE,
         params=tuple(map(_matrix, sizes)),
+        steps=collective_training.LARGE.steps[:1],
+        variant="",
         period=prime_from(min(max(101, max(sizes) // 3), 130_000)),
     )
 

@@ -83,10 +83,107 @@ class Parts:
             finish()
 
 
+class InPieces:
+    """An all_gather of INT8 blocks, in pieces that are under way together.
+
+    Args:
+        piece: the number of elements of a piece: whole blocks.
+        waits: whether calls of several pieces may have async_op=True.
+    """
+
+    def __init__(self, piece: int = 4096, waits: bool = True) -> None:
+        self.piece = piece
+        self.waits = waits
+
+    def finishes(
+        self, outputs: list[Tensor], piece: slice, codes: list[Tensor]
+    ) -> Callable[[], None]:
+        """Return the function that writes a piece of the outputs."""
+
+        def finish() -> None:
+            for into, one in zip(outputs, codes, strict=True):
+                part = into[piece]
+                part.copy_(decode(one, len(part)))
+
+        return finish
+
+    def begun(self, outputs: list[Tensor], flat: Tensor, group: Any) -> Parts:
+        """Return the call, whose pieces are all under way."""
+        parts = []
+        for start in range(0, max(len(flat), 1), self.piece):
+            piece = slice(start, start + self.piece)
+            code = encode(flat[piece])
+            codes = [torch.empty_like(code) for _ in outputs]
+            work = dist.all_gather(codes, code, group=group, async_op=True)
+            parts.append((work, self.finishes(outputs, piece, codes)))
+        return Parts(parts)
+
+    def __call__(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        require_plain(tensor_list, tensor)
+        if async_op and not self.waits and tensor.numel() > self.piece:
+            raise NotImplementedError("async_op=True is for messages of one piece")
+        flat = tensor.detach().reshape(-1).float()
+        parts = self.begun([into.view(-1) for into in tensor_list], flat, group)
+        return parts if async_op else parts.wait()
+
+
+class OneScale:
+    """An all_gather of bytes with one scale for each message, which is looked for in parts.
+
+    Args:
+        part: the number of elements of a part.
+    """
+
+    def __init__(self, part: int = 4096) -> None:
+        self.part = part
+
+    def largest(self, parts: list[Tensor]) -> float:
+        """Return the largest magnitude of a message: NaN if one is."""
+        return torch.stack([part.abs().max() for part in parts]).max().item() if parts else 0.0
+
+    def __call__(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        require_plain(tensor_list, tensor)
+        flat = tensor.detach().reshape(-1).float()
+        count = len(flat)
+        largest = self.largest([part for part in flat.split(self.part) if len(part)])
+        scale = torch.tensor([largest / 127], dtype=torch.float32)
+        scaled = torch.where(scale == 0, 0.0, flat / scale).round()
+        small = scaled.nan_to_num(0.0, 0.0, 0.0).to(torch.int8)
+        code = torch.cat([small.view(torch.uint8), scale.view(torch.uint8)])
+        codes = [torch.empty_like(code) for _ in tensor_list]
+        work = dist.all_gather(codes, code, group=group, async_op=True)
+        outputs = list(tensor_list)
+
+        def finish() -> None:
+            for into, one in zip(outputs, codes, strict=True):
+                of_rank = one[count:].clone().view(torch.float32)
+                into.copy_((one[:count].view(torch.int8).float() * of_rank).view(into.shape))
+
+        parts = Parts([(work, finish)])
+        return parts if async_op else parts.wait()
+
+
 RIGHT = [
     Right(
         "FeedbackInPieces",
         "collective(all_gather), blocks(int8, size=128), feedback",
+        kind="collective",
+    ),
+    Right("InPieces", "collective(all_gather), blocks(int8, size=128)", kind="collective"),
+    Right(
+        "InPieces,waits=False", "collective(all_gather), blocks(int8, size=128)", kind="collective"
+    ),
+    Right(
+        "OneScale",
+        "collective(all_gather), bounded(relative=0.004, ratio=0.3)",
         kind="collective",
     ),
 ]

@@ -5,6 +5,7 @@ and the same bits on all ranks.
 import torch
 
 from conformance.judging.oracles.collective import Call, arrived_tensor, calls, require_call
+from conformance.judging.oracles.collective_training import require_no_error_in_wait
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
@@ -37,7 +38,7 @@ def require_dtype(run: Run, claims: Claims, found: Found, call: Call) -> None:
     if call.was_not_made:
         return
     if call.refused:
-        found.checked(1)
+        require_no_error_in_wait(found, call)
         return
     dtype = run.scenario.params[call.index].dtype
     others = sorted({other for other in call.event["dtypes"] if other != dtype})

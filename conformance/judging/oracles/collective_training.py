@@ -51,6 +51,7 @@ from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import SUMMING, operation_of
 from conformance.scenarios.collective_messages import CLEARED
+from conformance.scenarios.collective_training import OF_LARGE
 from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import Claims
 
@@ -84,8 +85,13 @@ def divisor_of(run: Run, call: Call) -> int:
 
 
 def require_recovery(run: Run, claims: Claims, found: Found) -> None:
-    """Require every message of every call, as far as the claims promise it."""
+    """Require every message of every call, as far as the claims promise it; of the scenario of
+    large messages those after NaN and infinities.
+    """
     for call in calls(run):
+        is_of_large = run.scenario.variant == OF_LARGE
+        if is_of_large and run.scenario.steps[call.step] not in messages.POISON:
+            continue
         for arrival in arrivals(run, claims, call):
             require_promised(run, claims, found, arrival)
 
@@ -125,6 +131,20 @@ def require_no_error_in_wait(found: Found, call: Call) -> None:
     )
 
 
+def note_refusal_of_async(run: Run, found: Found, of_calls: str) -> None:
+    """Note the error that refuses async_op=True for some calls that are made without it.
+
+    Args:
+        of_calls: the calls.
+    """
+    refused = [(call.step, call.index) for call in calls(run) if call.refused]
+    for event in run.ranks[0].all("refuses_waiting"):
+        if (event["step"], event["index"]) not in refused:
+            found.note(f"async_op=True is refused for {of_calls}: {event['error']}")
+            break
+    note_refusal_of_others(run, found)
+
+
 def note_refusal_of_others(run: Run, found: Found) -> None:
     """Note the error that refuses a call while another one is under way, if there was one."""
     event = run.ranks[0].first("refuses_others")
@@ -143,7 +163,8 @@ def promise_of(
     """Return the promise about an output of a call, a message or a sum; see :func:`promises`."""
     if scenario.options[0] not in SUMMING:
         return promises(scenario, claims, size, pairs[0][0], index, step)[pairs[0]]
-    steps = range(0 if claims.has("feedback") else step, step + 1)
+    keeps_errors = claims.has("feedback") and messages.keeps_objects(scenario)
+    steps = range(0 if keeps_errors else step, step + 1)
     *_, promise = _promises_of_sums(scenario, claims, size, pairs, index, steps)
     return promise
 
@@ -209,7 +230,7 @@ def promises(
         index, step: the number of the call's parameter, and its step.
     """
     kept: dict[Pair, torch.Tensor] = {}
-    if claims.has("feedback"):
+    if claims.has("feedback") and messages.keeps_objects(scenario):
         for earlier in range(step):
             _promises_of_step(scenario, claims, size, source, index, earlier, kept)
     return _promises_of_step(scenario, claims, size, source, index, step, kept)

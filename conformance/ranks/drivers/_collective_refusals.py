@@ -82,11 +82,11 @@ class Refusals:
                 self._note_others(error)
         return [calls] if self._takes_calls_together else [[call] for call in calls]
 
-    def apart_if_uneven(self, calls: list[CollectiveCall]) -> list[list[CollectiveCall]]:
-        """Return calls of uneven tensors that have async_op=True in one list, or each in its own.
+    def apart_if_refused(self, calls: list[CollectiveCall]) -> list[list[CollectiveCall]]:
+        """Return calls that have async_op=True in one list, or each in its own.
 
-        Those that are refused have no async_op afterwards. What is refused may depend on the sizes,
-        and is looked for in each run of calls.
+        Those that are refused have no async_op afterwards. What is refused may depend on sizes and
+        dtypes, and is looked for in each run of calls.
         """
         error = self._error_of([self._copy(call) for call in calls])
         if not error:

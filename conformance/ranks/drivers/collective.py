@@ -24,7 +24,7 @@ from conformance.scenarios.collective import (
     operation_of,
 )
 from conformance.scenarios.collective_conditions import MIXED, conditions_of
-from conformance.scenarios.collective_training import UNEVEN_PARTS
+from conformance.scenarios.collective_training import UNEVEN_ON_GROUPS
 from conformance.subjects.spec import CONTEXT_NAMES
 
 
@@ -146,7 +146,7 @@ class CollectiveDriver(RankDriver):
                 call.has_grad_mode = conditions.has_grad_mode
             lists = self._refusals.apart(calls)
         elif calls[0].is_asynchronous:
-            lists = self._refusals.apart_if_uneven(calls)
+            lists = self._refusals.apart_if_refused(calls)
         else:
             lists = [calls]
         for some in lists:
@@ -186,7 +186,11 @@ class CollectiveDriver(RankDriver):
 
     def _step(self, step: int) -> None:
         """Make the calls of one step; nothing of them is kept."""
-        if self.scenario.variant in (MIXED, UNEVEN_PARTS):
+        is_last = step + 1 == len(self.scenario.steps)
+        is_on_groups = self.scenario.name == UNEVEN_ON_GROUPS.name
+        if is_on_groups and is_last and 0 not in self.scenario.group_of(self.rank, self.world):
+            return
+        if self.scenario.variant in messages.IN_RUNS:
             for run in messages.runs(self.scenario, step):
                 self._make_run([self._call(step, index) for index in run])
             return
