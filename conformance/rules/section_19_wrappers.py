@@ -39,7 +39,7 @@ from conformance.scenarios.wrapper import (
     TWICE,
     UNUSED,
 )
-from conformance.scenarios.wrapper_training import LONG
+from conformance.scenarios.wrapper_training import HALF, LONG
 from conformance.subjects.claims import Claims
 
 DOCS = "torch documentation, torch.utils.checkpoint"
@@ -131,7 +131,8 @@ def generator(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     remedy="forward(*args, **kwargs); an argument that is passed at another position; a tuple as "
     "result; arguments that are not tensors; one gradient for a tensor that is an argument twice, "
     "or the sum of its gradients for each argument; gradients that are not returned at the places "
-    "of their arguments, because others come between them that require none",
+    "of their arguments, or not taken for those of their results, because others come between them "
+    "that require none",
 )
 def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A block may take several inputs, keywords and arguments that are not tensors, return a tuple,
@@ -140,8 +141,8 @@ def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     Two blocks get five arguments in each step: two to four tensors of floats, and indices, masks or
     numbers. Their order is drawn from the session's seed, and for each call the tensors of floats
-    that require a gradient, one at least, and the arguments by keyword, with their order. Each of
-    these tensors has its gradient.
+    that require a gradient, one at least, and the arguments by keyword, with their order. Results
+    are a tuple in a drawn order: two tensors with a gradient, a detached one, indices, masks, None.
     """
     require_same_results(runs, found)
 
@@ -368,22 +369,23 @@ def hooks(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 @rule(
     "19.17",
     "Recomputes activations as claimed",
-    on=(PLAIN, MODES),
+    on=(PLAIN, MODES, AUTOCAST, HALF, STATIC, SUBGROUPS, LONG),
     needs=("19.1",),
     claimed="recomputes",
     source="Chen et al., 2016: every forward inside runs once more, and no activation of inside is "
     "kept",
     remedy="a graph that is kept from the first forward; a forward that runs again without a "
-    "backward",
+    "backward; a checkpoint that keywords, or autocast, bypass",
 )
 def recomputes(run: Run, claims: Claims, found: Found) -> None:
     """With the claim recomputes a block's forward runs once in the forward and once in the
     backward of a step, and once if there is no backward; between the two passes none of its
-    activations is kept.
+    activations is kept. It also runs again under autocast, on subgroups, for inputs by keyword, and
+    in long runs if the batch has rows.
 
-    Memory is measured in storages: the block under the wrapper holds weak references to its own.
+    Memory is that of storages, to which the block under the wrapper holds weak references.
     """
-    require_recomputation(run, found)
+    require_recomputation(run, found, exactly=run.scenario.name in (PLAIN.name, MODES.name))
 
 
 @parity_rule(

@@ -34,8 +34,8 @@ CALLS = replace(
     PLAIN,
     name="wrapper_calls",
     summary="a block with several inputs, keywords, arguments that are no tensors, a tuple as its "
-    "output and a frozen part; a block in a block; one tensor as several arguments; arguments with "
-    "and without a gradient, indices and masks in any order",
+    "output and a frozen part; a block in a block; one tensor as several arguments; arguments and "
+    "results with and without a gradient, indices and masks in any order",
     world_sizes=(2,),
     variant="calls",
 )

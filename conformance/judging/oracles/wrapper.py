@@ -25,7 +25,12 @@ from conformance.judging.verdict import Failure, Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.wrapper import AUTOCAST
-from conformance.scenarios.wrapper_training import BACKWARD_UNDER, FORWARD_UNDER, OTHER_FORWARD
+from conformance.scenarios.wrapper_training import (
+    BACKWARD_UNDER,
+    FORWARD_UNDER,
+    LONG,
+    OTHER_FORWARD,
+)
 from conformance.subjects.claims import Claims
 
 Runs = dict[str, Run]
@@ -187,8 +192,16 @@ def require_no_saved_tensor_hooks(run: Run, found: Found, of_run: str, cause: st
             )
 
 
-def require_recomputation(run: Run, found: Found) -> None:
-    """Require one forward of each block per pass, and no activation kept between the passes."""
+def require_recomputation(run: Run, found: Found, exactly: bool) -> None:
+    """Require one forward of each block per pass, and no activation kept between the passes.
+
+    Args:
+        exactly: otherwise a forward may come without a backward, or a block run more than once; one
+            forward of each block in the backward is required then, unless the batch has no rows.
+    """
+    if not exactly:
+        _require_another_forward(run, found)
+        return
     for rank, event in forwards(run):
         place = f"rank {rank}, step {event['step']}"
         for block in sorted(event["forward"]):
@@ -210,6 +223,32 @@ def require_recomputation(run: Run, found: Found) -> None:
             counts = ", ".join(f"{count} of {block}" for block, count in repeated.items())
             actual = f"rank {record.rank}, step {event['step']}: {counts}"
             found.require(not repeated, f"one forward in {event['what']}", actual)
+
+
+def _require_another_forward(run: Run, found: Found) -> None:
+    """Require a forward of each block in the backward, and in that of each setting of autocast that
+    has a backward of its own.
+    """
+    is_long = run.scenario.variant == LONG.variant
+    for rank, event in forwards(run):
+        if is_long and not run.scenario.params[0].shape[event["step"]]:
+            continue
+        backward_of = {"forward": "backward"}
+        for phase in event:
+            if phase.startswith(FORWARD_UNDER):
+                own = phase.replace(FORWARD_UNDER, BACKWARD_UNDER)
+                backward_of[phase] = own if own in event["autocast"] else "backward"
+        for forward, backward in backward_of.items():
+            lacking = [
+                block for block in event.get(forward, {}) if not event.get(backward, {}).get(block)
+            ]
+            found.require(
+                not lacking,
+                f"another forward of each block in the {backward}",
+                f"rank {rank}, step {event['step']}: no forward of {', '.join(lacking)} in the "
+                f"{backward}",
+                "a checkpoint is left out in some calls",
+            )
 
 
 def require_less_memory(runs: Runs, found: Found) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from conformance.ranks.drivers._drawing_blocks import drawing_blocks
-from conformance.ranks.drivers._mixed_arguments import MixedCalls, Mixes, drawn_kinds
+from conformance.ranks.drivers._mixed_arguments import MixedCalls, Mixes, drawn_kinds, drawn_results
 from conformance.ranks.drivers._nested_blocks import wrap_levels
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.interrupts import ERROR
@@ -304,11 +304,11 @@ class Calls(Stack):
     """Blocks that are called in several ways.
 
     As in self-attention, one tensor is both inputs of a block; and an input and a keyword of
-    another. Two more blocks get drawn arguments.
+    another. Two more blocks get drawn arguments, and give results in a drawn order.
     """
 
     def __init__(self, numbers: random.Random) -> None:
-        mixes = [Mixes(WIDTH, drawn_kinds(numbers)) for _ in range(2)]
+        mixes = [Mixes(WIDTH, drawn_kinds(numbers), drawn_results(numbers)) for _ in range(2)]
         super().__init__([Joins(), Nest("nest"), Joins(), Joins(), *mixes])
         self.other = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))

@@ -1,4 +1,6 @@
-"""Blocks with arguments that require a gradient, and others, in any order. Runs in ranks only."""
+"""Blocks with arguments and results that require a gradient, and others, in any order. Runs in
+ranks only.
+"""
 
 import random
 from collections.abc import Sequence
@@ -17,17 +19,19 @@ _ROWS = 5
 
 
 class Mixes(nn.Module):
-    """A block with five arguments.
+    """A block with five arguments, and a tuple of results.
 
     Args:
         width: of tensors of floats.
         kinds: of the arguments, in the order of ``NAMES``: tensors of floats, indices or booleans,
             or numbers.
+        results: the names of the results in their order; see :func:`drawn_results`.
     """
 
-    def __init__(self, width: int, kinds: Sequence[str]) -> None:
+    def __init__(self, width: int, kinds: Sequence[str], results: Sequence[str]) -> None:
         super().__init__()
         self.kinds = dict(zip(NAMES, kinds, strict=True))
+        self.results = tuple(results)
         layers: dict[str, nn.Module] = {}
         for name, kind in self.kinds.items():
             if kind == FLOATS:
@@ -36,7 +40,7 @@ class Mixes(nn.Module):
                 layers[name] = nn.Embedding(_ROWS, width)
         self.layers = nn.ModuleDict(layers)
 
-    def forward(self, one: Any, two: Any, three: Any, four: Any, five: Any) -> torch.Tensor:
+    def forward(self, one: Any, two: Any, three: Any, four: Any, five: Any) -> tuple[Any, ...]:
         given = dict(zip(NAMES, (one, two, three, four, five), strict=True))
         floats = [name for name, kind in self.kinds.items() if kind == FLOATS]
         made = torch.stack([self.layers[name](given[name]).tanh() for name in floats]).sum(0)
@@ -48,7 +52,27 @@ class Mixes(nn.Module):
                 made = torch.where(value, made, made / 2)
             elif kind == NUMBER:
                 made = made * value
-        return made
+        results = {
+            "made": made,
+            "wave": made.sin(),
+            # A statistic, as the load of the experts that a router logs.
+            "detached": made.detach().cos(),
+            INDICES: made.argmax(1),
+            MASK: made > 0,
+            "none": None,
+        }
+        return tuple(results[name] for name in self.results)
+
+
+def drawn_results(numbers: random.Random) -> list[str]:
+    """Return the names of a block's results: two tensors of floats with a gradient and a detached
+    one, which does not come last of the three; and indices, a mask or None, one or two of these.
+    """
+    others = numbers.sample((INDICES, MASK, "none"), numbers.randint(1, 2))
+    while True:
+        names = numbers.sample(["made", "wave", "detached", *others], 3 + len(others))
+        if names.index("detached") < max(names.index("made"), names.index("wave")):
+            return names
 
 
 def drawn_kinds(numbers: random.Random) -> list[str]:
@@ -111,12 +135,16 @@ class MixedCalls:
 
     def __init__(self, block: Mixes, name: str, numbers: random.Random) -> None:
         self._kinds = block.kinds
+        self._results = block.results
         self._name = name
         self._numbers = numbers
         self.given: dict[str, torch.Tensor] = {}
 
     def call(self, wrapped: nn.Module, like: torch.Tensor, ends_trained: bool) -> torch.Tensor:
-        """Call the wrapped block with drawn arguments, and return its result.
+        """Call the wrapped block with drawn arguments, and return a combination of its results.
+
+        Whether a detached result requires a gradient does not matter: torch's reentrant checkpoints
+        return ones that do.
 
         Args:
             wrapped: the block.
@@ -130,11 +158,17 @@ class MixedCalls:
             if name in call.trained:
                 values[name].requires_grad_()
                 self.given[f"{name} of {self._name}"] = values[name]
-        made: torch.Tensor = wrapped(
+        results = wrapped(
             *(values[name] for name in call.by_position),
             **{name: values[name] for name in call.by_keyword},
         )
-        return made
+        found = dict(zip(self._results, results, strict=True))
+        total: torch.Tensor = found["made"] + found["wave"] / 2 + found["detached"].detach() / 4
+        if MASK in found:
+            total = torch.where(found[MASK], total, total / 2)
+        if INDICES in found:
+            total = total * (1 + found[INDICES].unsqueeze(1) % 2)
+        return total
 
     def _value(self, kind: str, like: torch.Tensor) -> Any:
         numbers = self._numbers
