@@ -296,6 +296,8 @@ def scaled(draw: random.Random) -> Setting:
     unscaled = (unscaled | {first, 9}) - {second, 10}
     return Setting(
         warmup=draw.randint(2, 4),
+        # Four steps are left out: with a period of two, or four, a count of them would not show.
+        period=3,
         groups=tuple((indices, {"lr": rate}) for indices, rate in zip(_GROUPS, rates, strict=True)),
         added=(draw.randint(1, last - 1),),
         scaling=Scaling(
