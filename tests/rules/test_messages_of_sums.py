@@ -5,7 +5,7 @@ import torch
 
 from conformance.scenarios import collective as scenarios
 from conformance.scenarios.collective_conditions import MIXED_CALLS
-from conformance.scenarios.collective_training import DTYPES, OPERATED, UNEVEN
+from conformance.scenarios.collective_training import DTYPES, LARGE, OPERATED, UNEVEN
 from tests.made_runs import event
 from tests.rules.test_messages_of_collectives import called, text
 from tests.rules.test_more_reasons import reasons
@@ -98,6 +98,16 @@ def test_reasons_name_refused_uneven_calls() -> None:
             assert "async_op=True is refused for uneven sizes: even sizes alone" in noted
         else:
             assert "is refused for uneven sizes" not in noted
+
+
+def test_reasons_name_refused_large_calls() -> None:
+    claims = "collective(all_gather), rounded(float16)"
+    large = called(LARGE, claims, steps=1)
+    large.ranks[0].events.append(
+        event("refuses_waiting", 0, index=0, error="NotImplementedError: small ones alone")
+    )
+    noted = "async_op=True is refused for large messages: NotImplementedError: small ones alone"
+    assert noted in reasons("18.21", large, claims)
 
 
 def test_reasons_name_refused_calls() -> None:

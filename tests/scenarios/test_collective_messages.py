@@ -15,6 +15,7 @@ from conformance.scenarios.collective_training import (
     OPERATED_FORMS,
     UNEVEN,
     WITH_CALLS_OUTSIDE,
+    WITH_LARGE_PART,
 )
 from conformance.scenarios.draws import drawn
 
@@ -62,6 +63,8 @@ def test_uneven_sizes_change_from_step_to_step(name: str) -> None:
                 for step in (0, 1)
             ]
             assert rows[0] != rows[1]
+            if index == WITH_LARGE_PART:
+                continue
             for of_step in [] if name == "all_gather" else rows:
                 sent, got = map(sum, of_step), map(sum, zip(*of_step, strict=True))
                 assert {a == b for a, b in zip(sent, got, strict=True)} == {index % 2 == 1}
@@ -70,6 +73,19 @@ def test_uneven_sizes_change_from_step_to_step(name: str) -> None:
                     [*map(sum, of_step), *map(sum, zip(*of_step, strict=True))] for of_step in rows
                 ]
                 assert sums[0] == sums[1]
+
+
+def test_one_rank_has_a_larger_part_than_others() -> None:
+    """All parts of other ranks are small, so that ranks disagree on the size of the longest."""
+    for seed, size in itertools.product(range(20), (2, 3)):
+        scenario = replace(drawn(UNEVEN, seed), options=("all_to_all",))
+        pairs = list(itertools.product(range(size), repeat=2))
+        rows = {
+            pair: messages.shape_of(scenario, size, 0, WITH_LARGE_PART, *pair)[0] for pair in pairs
+        }
+        ((source, to),) = (pair for pair in pairs if rows[pair] == max(rows.values()))
+        assert source == to
+        assert sorted(rows.values())[-2] <= max(rows.values()) // 8
 
 
 def test_up_to_three_uneven_calls_are_under_way_together() -> None:

@@ -192,7 +192,7 @@ def require_no_saved_tensor_hooks(run: Run, found: Found, of_run: str, cause: st
             )
 
 
-def require_recomputation(run: Run, found: Found, exactly: bool) -> None:
+def require_recomputation(run: Run, found: Found, exactly: bool = True) -> None:
     """Require one forward of each block per pass, and no activation kept between the passes.
 
     Args:
