@@ -1,4 +1,4 @@
-"""The trainer's calls for the twin in ``two_models``, as data; none of them is for the model.
+"""The trainer's calls for the twin in ``two_models``, as data; none is for the model.
 
 Each model of a process has a state of its own. A state that keeps its residuals in its class has
 those of the other model rescaled, or replaced, too. Numbers are drawn from the session's seed:

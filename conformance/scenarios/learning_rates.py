@@ -13,11 +13,11 @@ it has held back, or to communicate less as the rate falls. Rates are drawn from
     rises           of fused hooks, 5 to 40 steps at two to four times the rate before them, as
                     after a restart; neither rises nor rests are in the run's first or last eighth
     short runs      0.05 to 0.5 in all steps; of fused hooks the rate that they claim
-    saved states    of fused hooks; from the step on after which the state is saved, the rate is 1.5
-                    to 3 times the rate that they claim, or that part of it, in all runs that save
-                    or load a state
-    two models      of fused hooks; the optimizer of one of them has 1.5 to 3 times the rate that
-                    they claim, or that part of it: in half of the scenarios that of the twin
+    saved states    in all runs that save or load the state of a fused hook, its claimed rate until
+                    the save; from then on 1.5 to 3 times that rate, or the claimed rate divided by
+                    such a factor
+    two models      of fused hooks; one optimizer has the claimed rate, and the other one such a
+                    multiple or part: in half of the scenarios the model's, in the others the twin's
     loads           of fused hooks, one to three times before the last eighth of the run, and once
                     before the rise, the optimizer loads the state that it has: as in a resumed
                     training, its parameter groups are new dictionaries then
