@@ -36,7 +36,6 @@ from dataclasses import replace
 from conformance.scenarios.hook import SPECIAL, VALUES
 from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DDPOptions, Param, Scenario
-from conformance.scenarios.specials import among_zeros
 
 # The names of all ranks of the largest world that `special` runs at.
 _RANKS = (0, 1, 2)
@@ -233,6 +232,11 @@ def _draw_special_large(scenario: Scenario, draw: random.Random) -> Scenario:
         "tiled",
     )
     return replace(scenario, params=(one, small, Param((rows, columns))), steps=steps)
+
+
+def among_zeros(kind: str, rank: int, param: int, draw: random.Random) -> str:
+    """Return a kind with special values among zeros, which are drawn (``specials.py``)."""
+    return f"{kind}/{rank}/{param}/zeros{draw.randrange(10**6)}"
 
 
 def add_special_among_zeros(scenario: Scenario, draw: random.Random) -> Scenario:

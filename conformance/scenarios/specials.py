@@ -104,11 +104,6 @@ def with_all_elements(kind: str, of_one_parameter: bool) -> str:
     return "/".join([*words[: 3 if of_one_parameter else 2], _ALL])
 
 
-def among_zeros(kind: str, rank: int, param: int, draw: random.Random) -> str:
-    """Return a kind with special values among zeros, which are drawn."""
-    return f"{kind}/{rank}/{param}/{_ZEROS}{draw.randrange(10**6)}"
-
-
 def put_at_place(
     kind: str, values: torch.Tensor, place: Place, world: int, rank: int, param: int
 ) -> torch.Tensor:

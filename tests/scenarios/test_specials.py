@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
+from conformance.scenarios.evidence import among_zeros
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.specials import (
     Place,
-    among_zeros,
     place_of,
     put_at_place,
     with_all_elements,
