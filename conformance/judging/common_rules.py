@@ -153,7 +153,7 @@ def right_beside_own_numbers(
 
     Args:
         judges: the rules on large models and on long runs. A run is judged by the one whose
-            scenario it is made from.
+            scenario it is made from; without a variant, by the first.
         on: the scenario that stands for these runs.
 
     Use it so::
@@ -161,6 +161,7 @@ def right_beside_own_numbers(
         own_numbers = right_beside_own_numbers("14.27", (large, long_run), on=(PROBE,))
     """
     by_variant = {scenario.variant: judge for judge in judges for scenario in judge.on}
+    by_variant.setdefault("", judges[0])
 
     def is_right(records: Run | dict[str, Run], claims: Claims, found: Found) -> None:
         """If no other run took a branch that compares with a number, runs made for that number
