@@ -102,7 +102,13 @@ from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.impulses import ALONE, feeds_alone
 from conformance.scenarios.model import DRAINING, Param
 from conformance.scenarios.mostly_zero import MOSTLY_ZERO, columns_of, values_of
-from conformance.scenarios.random_numbers import bell, integers, power_of_two, uniform
+from conformance.scenarios.random_numbers import (
+    bell,
+    integers,
+    power_of_two,
+    scaled_integers,
+    uniform,
+)
 from conformance.scenarios.resting_parameter import RESTING, rests
 from conformance.scenarios.specials import (
     SPECIAL_EVERY,
@@ -400,12 +406,10 @@ def _values(
         tile = _values("crafted", min(numel, TILE), world, rank, step, param)
         values = tile.repeat(-(-numel // TILE))[:numel]
         return put_at_place(kind, values, place, world, rank, param) if place else values
-    values = world * _small_integers(numel, world, (rank, step, param)).double()
     if kind in _TINY_EXPONENT:
+        values = world * _small_integers(numel, world, (rank, step, param)).double()
         return values * 2.0 ** _TINY_EXPONENT[kind]
-    # The key has no rank: the exponent of an element is the same on all ranks, so that sums of
-    # integers stay sums of integers.
-    values = values * power_of_two(integers(numel, 7, (step, param, 60)) - 3)
+    values = _crafted(numel, world, rank, step, param)
     if kind in ("nan", "inf"):
         # The owner of an element is the same on all ranks.
         owners = integers(-(-numel // SPECIAL_EVERY), world, (step, param, 70))
@@ -507,13 +511,25 @@ def _heavy(numel: int, key: tuple[int, ...]) -> torch.Tensor:
     return (above - below) / (2 * above * below).sqrt()
 
 
-def _small_integers(numel: int, world: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Return integers other than 0, for exact means in every dtype.
+def _crafted(numel: int, world: int, rank: int, step: int, param: int) -> torch.Tensor:
+    """Return small integers times the number of ranks and powers of two, for exact means."""
+    # The key of the exponents has no rank: the exponent of an element is the same on all ranks, so
+    # that sums of integers stay sums of integers.
+    bound = _largest_integer(world)
+    return scaled_integers(numel, bound, world, (rank, step, param), (step, param, 60))
 
-    They are so small that any sum of ``world`` such integers, times ``world``, is exact in
-    bfloat16, which has 8 bits.
+
+def _largest_integer(world: int) -> int:
+    """Return the largest of small integers whose mean is exact in every dtype.
+
+    Any sum of ``world`` such integers, times ``world``, is exact in bfloat16, which has 8 bits.
     """
-    bound = max(1, min(7, 255 // world**2))
+    return max(1, min(7, 255 // world**2))
+
+
+def _small_integers(numel: int, world: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Return integers other than 0, for exact means in every dtype."""
+    bound = _largest_integer(world)
     value = integers(numel, 2 * bound, key) - bound
     return torch.where(value >= 0, value + 1, value)
 

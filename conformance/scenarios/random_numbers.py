@@ -1,5 +1,6 @@
 """Random tensors whose values are the same on every machine: a function of a key alone."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,13 +21,15 @@ def uniform(numel: int, key: tuple[int, ...]) -> torch.Tensor:
 
 def bell(numel: int, key: tuple[int, ...]) -> torch.Tensor:
     """Return sums of twelve uniform draws, less 6: nearly normal, with mean 0 and variance 1."""
+    seeds = _seeds([(*key, i) for i in range(12)])
+    total: Any = numpy.empty(numel)
     # All twelve draws at once are fastest as long as they fit into a cache.
-    together = 12 if numel <= 2048 else 1
-    total = torch.zeros(numel, dtype=torch.int64)
-    for first in range(0, 12, together):
-        drawn = integers(numel, 1 << 24, *((*key, i) for i in range(first, first + together)))
-        total += drawn.sum(0) if together > 1 else drawn
-    return total.double() * 2.0**-24 - 6
+    for first in range(0, numel, _TOGETHER):
+        part = total[first : first + _TOGETHER]
+        part[:] = _integers(len(part), 1 << 24, seeds, first).sum(0)
+    total *= 2.0**-24
+    total -= 6
+    return torch.from_numpy(total)
 
 
 def integers(numel: int, bound: int, *keys: tuple[int, ...]) -> torch.Tensor:
@@ -35,11 +38,46 @@ def integers(numel: int, bound: int, *keys: tuple[int, ...]) -> torch.Tensor:
     There is a row for each key if there are several keys. SplitMix64 is by Steele et al., OOPSLA
     2014.
     """
+    drawn = _integers(numel, bound, _seeds(keys))
+    return torch.from_numpy(drawn if len(keys) > 1 else drawn[0])
+
+
+def scaled_integers(
+    numel: int, bound: int, factor: int, key: tuple[int, ...], exponents_key: tuple[int, ...]
+) -> torch.Tensor:
+    """Return integers from -bound to bound but 0, times ``factor``, each times its own power of
+    two from 2**-3 to 2**3, in float64.
+
+    Args:
+        numel: the number of elements.
+        bound: the largest integer.
+        factor: of all elements.
+        key: of the integers.
+        exponents_key: of the exponents.
+    """
+    # One small operation of torch takes as long as several of NumPy.
+    values = _integers(numel, 2 * bound, _seeds([key]))[0]
+    values -= bound
+    values += values >= 0
+    values *= factor
+    exponents = _integers(numel, 7, _seeds([exponents_key]))[0]
+    exponents -= 3
+    return torch.from_numpy(numpy.ldexp(values, exponents))
+
+
+def _integers(numel: int, bound: int, seeds: Any, first: int = 0) -> Any:
+    """Return a row of integers for each seed, as an array of NumPy.
+
+    Args:
+        numel: the number of integers in a row.
+        bound: what they are below.
+        seeds: of the rows.
+        first: the number of the row's first element.
+    """
     # NumPy has unsigned integers, and takes a third of torch's time for a small array.
-    seeds = numpy.array([_seed(key) for key in keys], dtype=numpy.uint64)
-    z: Any = numpy.arange(1, numel + 1, dtype=numpy.uint64)
-    z *= _GAMMA
-    z = z + seeds[:, None] if len(keys) > 1 else numpy.add(z, seeds[0], out=z)
+    if first:
+        seeds = seeds + numpy.uint64(first * _GAMMA & _MASK)
+    z: Any = (_counted if numel <= _KEPT else _count)(numel) + seeds[:, None]
     z ^= z >> 30
     z *= _FIRST
     z ^= z >> 27
@@ -49,7 +87,24 @@ def integers(numel: int, bound: int, *keys: tuple[int, ...]) -> torch.Tensor:
     z &= (1 << 31) - 1
     z *= bound
     z >>= 31
-    return torch.from_numpy(z.view(numpy.int64))
+    return z.view(numpy.int64)
+
+
+def _count(numel: int) -> Any:
+    """Return the states of SplitMix64 for the seed 0."""
+    z: Any = numpy.arange(1, numel + 1, dtype=numpy.uint64)
+    z *= _GAMMA
+    return z
+
+
+def _seeds(keys: Sequence[tuple[int, ...]]) -> Any:
+    """Return the seed of each key."""
+    return numpy.array([_seed(key) for key in keys], dtype=numpy.uint64)
+
+
+_TOGETHER = 2048  # elements
+_KEPT = 1 << 14
+_counted = lru_cache(maxsize=256)(_count)
 
 
 def _seed(key: tuple[int, ...]) -> int:

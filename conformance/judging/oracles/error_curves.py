@@ -188,7 +188,7 @@ def _exact_long_curve(record: LongRecord) -> ErrorCurve | None:
         largest = precision(run.scenario.params[index].dtype, record.claims)[2]
         for place, (kind, number) in enumerate(record.feed.keys):
             at = (record.places == place).nonzero().reshape(-1)
-            right, bound, values = expected_of_inputs(
+            inputs = expected_of_inputs(
                 kind,
                 run.scenario.params[index],
                 group,
@@ -198,6 +198,7 @@ def _exact_long_curve(record: LongRecord) -> ErrorCurve | None:
                 index,
                 record.claims,
             )
+            right, bound, values = inputs.right, inputs.bound, inputs.values
             finite = right[right.isfinite()]
             scale = float(finite.abs().max()) if finite.numel() else 0.0
             if not len(at) or not scale:

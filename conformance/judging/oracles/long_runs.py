@@ -350,9 +350,10 @@ def _compare(
         at = ((record.places == place) & selected).nonzero().reshape(-1)
         if not len(at):
             continue
-        right, bound, values = expected_of_inputs(
+        inputs = expected_of_inputs(
             kind, spec, group, feeding, run.world, number, index, record.claims
         )
+        right, bound, values = inputs.right, inputs.bound, inputs.values
         counts = record.counts[at].unsqueeze(1)
         got = rows[at]
         bad = ~is_right(got, right * counts, bound * counts, values, largest)

@@ -140,12 +140,45 @@ def expected(
     run: Run, rank: int, step: int, index: int, claims: Claims
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (right value, its bound, values of the ranks ``[W, numel]``) of one parameter."""
+    found = _expectation(run, rank, step, index, claims)
+    return found.right, found.bound, found.values
+
+
+class Expectation:
+    """What is expected of one parameter.
+
+    Args:
+        values: the values of the ranks, ``[W, numel]``.
+        dtype: the dtype of the bucket.
+        claims: the claims.
+        kind: the kind of the values, without a place.
+        more: what the bound is larger by.
+
+    Attributes:
+        right: the right value of each element.
+    """
+
+    def __init__(
+        self, values: torch.Tensor, dtype: str, claims: Claims, kind: str, more: float = 0.0
+    ) -> None:
+        self.values = values
+        self.right = values.sum(0) / len(values) * (len(values) if claims.sum else 1)
+        self._inputs = dtype, claims, kind
+        self._more = more
+
+    @functools.cached_property
+    def bound(self) -> torch.Tensor:
+        """The bound of each element, which most results are judged without: they are equal."""
+        return _bound(self.values, *self._inputs) + self._more
+
+
+def _expectation(run: Run, rank: int, step: int, index: int, claims: Claims) -> Expectation:
     group = tuple(range(run.world)) if claims.world_only else run.group(rank)
     spec = run.scenario.params[index]
     recorded = run.recorded(group, step, index)
     if recorded is not None:
-        right, bound = _bounded(recorded, spec.dtype, claims, "recorded")
-        return right, bound + _flushed(spec.dtype) * len(group), recorded
+        flushed = _flushed(spec.dtype) * len(group)
+        return Expectation(recorded, spec.dtype, claims, "recorded", flushed)
     kind = run.scenario.steps[step]
     number = step + run.scenario.first_step
     factors = tuple(run.factor(other, step, index) for other in group)
@@ -167,8 +200,8 @@ def expected_of_inputs(
     index: int,
     claims: Claims,
     period: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the same for inputs that the kit has made.
+) -> Expectation:
+    """Return the expectation for inputs that the kit has made.
 
     Args:
         kind: the kind of gradients of the step.
@@ -184,17 +217,13 @@ def expected_of_inputs(
     make = fed if math.prod(spec.shape) <= MOST_KEPT else fed.__wrapped__
     inputs = [make(kind, spec, size, rank, step, index, period) for rank in group]
     values = torch.stack([one * factor for one, factor in zip(inputs, factors, strict=True)])
-    right, bound = _bounded(values, spec.dtype, claims, base_kind(kind))
-    return right, bound, values
+    return Expectation(values, spec.dtype, claims, base_kind(kind))
 
 
-def _bounded(
-    values: torch.Tensor, dtype: str, claims: Claims, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (right value, its bound) for the values of the ranks, ``[W, numel]``."""
+def _bound(values: torch.Tensor, dtype: str, claims: Claims, kind: str) -> torch.Tensor:
+    """Return the bound of the right value for the values of the ranks, ``[W, numel]``."""
     size = len(values)
-    right = values.sum(0) / size
-    bound = torch.zeros_like(right)
+    bound = torch.zeros_like(values[0])
     unit, eta, _ = precision(dtype, claims)
     if kind.startswith("tiny"):
         bound += _units_of_underflow(size, claims) * eta
@@ -209,8 +238,7 @@ def _bounded(
     if kind in EXACT_KINDS and bound.any():
         is_bounded = values.isfinite().all(0) & values.any(0)
         bound = torch.where(is_bounded, bound, torch.zeros_like(bound))
-    factor = size if claims.sum else 1
-    return right * factor, bound * factor
+    return bound * size if claims.sum else bound
 
 
 def _units_of_underflow(size: int, claims: Claims) -> float:
@@ -240,8 +268,9 @@ def judge_values(
         claims: the claims.
         exact: the kind of the values has a bound of 0.
     """
-    right, bound = _bounded(values, dtype, claims, "crafted" if exact else "normal")
-    return right, bound, ~is_right(got, right, bound, values, precision(dtype, claims)[2])
+    found = Expectation(values, dtype, claims, "crafted" if exact else "normal")
+    largest = precision(dtype, claims)[2]
+    return found.right, found.bound, ~is_right(got, found.right, found.bound, values, largest)
 
 
 def _flushed(dtype: str) -> float:
@@ -289,7 +318,8 @@ def _compare_parameter(
     run: Run, rank: int, step: int, index: int, claims: Claims, result: Comparison
 ) -> int:
     """Compare one parameter of one rank, add it to ``result``, and return its wrong elements."""
-    right, bound, values = expected(run, rank, step, index, claims)
+    found = _expectation(run, rank, step, index, claims)
+    right = found.right
     got = run.got(rank, step, index)
     result.checked += right.numel()
     if got is None or got.numel() != right.numel():
@@ -302,7 +332,8 @@ def _compare_parameter(
     if torch.equal(got, right):
         return 0
     largest = precision(run.scenario.params[index].dtype, claims)[2]
-    bad = ~is_right(got, right, bound, values, largest)
+    bound = found.bound
+    bad = ~is_right(got, right, bound, found.values, largest)
     if bad.any():
         if result.mismatch is None:
             at = int(bad.nonzero()[0])
