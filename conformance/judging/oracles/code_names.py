@@ -1,6 +1,7 @@
 """Evaluate expressions in a subject's own files to numbers, as far as their text tells."""
 
 import ast
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -27,18 +28,18 @@ class Project:
         self._given: dict[str, list[ast.expr]] = {}
         for file in self._files:
             self._note_attributes(file)
-            for part in ast.walk(file.marks.tree):
+            for part in nodes_of(file.marks.tree):
                 if isinstance(part, ast.keyword) and part.arg:
                     self._given.setdefault(part.arg, []).append(part.value)
 
     def _note_attributes(self, file: FileCoverage) -> None:
         for function in file.marks.functions:
-            for part in ast.walk(function.node):
+            for part in nodes_of(function.node):
                 for target, value in assignments(part):
                     if isinstance(target, ast.Attribute):
                         entry = (value, function, file)
                         self._attributes.setdefault(target.attr, []).append(entry)
-        for part in ast.walk(file.marks.tree):
+        for part in nodes_of(file.marks.tree):
             if isinstance(part, ast.ClassDef):
                 for statement in part.body:
                     for target, value in assignments(statement):
@@ -173,7 +174,7 @@ class Project:
         if given is not None:
             return given
         for file in self._files:
-            for part in ast.walk(file.marks.tree):
+            for part in nodes_of(file.marks.tree):
                 if isinstance(part, ast.Dict):
                     for name, value in zip(part.keys, part.values, strict=True):
                         if isinstance(name, ast.Constant) and name.value == key:
@@ -205,7 +206,7 @@ class Project:
     ) -> Iterator[tuple[Function, ast.expr]]:
         """Yield the values that are assigned to a name in the functions around a place."""
         for around in enclosing(function):
-            for part in ast.walk(around.node):
+            for part in nodes_of(around.node):
                 for target, value in assignments(part):
                     if isinstance(target, ast.Name) and target.id == name:
                         yield around, value
@@ -213,14 +214,26 @@ class Project:
                 return
 
 
+@functools.lru_cache(maxsize=4096)
+def nodes_of(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return what ``ast.walk`` yields; the same functions are searched for many names."""
+    return tuple(ast.walk(node))
+
+
 def _assigned_in_module(name: str, file: FileCoverage) -> list[ast.expr]:
     """Return the values that are assigned to a global name."""
-    return [
-        value
-        for statement in file.marks.tree.body
-        for target, value in assignments(statement)
-        if isinstance(target, ast.Name) and target.id == name
-    ]
+    return _assigned_in(file.marks.tree).get(name, [])
+
+
+@functools.lru_cache(maxsize=256)
+def _assigned_in(module: ast.Module) -> dict[str, list[ast.expr]]:
+    """Return the values that are assigned to each global name."""
+    found: dict[str, list[ast.expr]] = {}
+    for statement in module.body:
+        for target, value in assignments(statement):
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(value)
+    return found
 
 
 def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -249,7 +262,7 @@ def _argument(node: ast.AST, name: str) -> tuple[bool, ast.expr | None]:
 
 
 def _identifiers(node: ast.AST) -> Iterator[str]:
-    for part in ast.walk(node):
+    for part in nodes_of(node):
         if isinstance(part, ast.Name):
             yield part.id
         elif isinstance(part, ast.Attribute):

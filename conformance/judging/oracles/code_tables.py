@@ -20,7 +20,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from conformance.judging.oracles.code_names import assignments, last_name
+from conformance.judging.oracles.code_names import assignments, last_name, nodes_of
 from conformance.judging.oracles.coverage import (
     Coverage,
     FileCoverage,
@@ -124,7 +124,7 @@ def _used_values(
     ]
     names = set(used)
     for file in files:
-        for part in ast.walk(file.marks.tree):
+        for part in nodes_of(file.marks.tree):
             if isinstance(part, ast.alias) and part.asname in names:
                 names.add(part.name.rpartition(".")[2])
     while taken := [entry for entry in left if entry[1] in names]:
