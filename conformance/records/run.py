@@ -18,9 +18,9 @@ from conformance.scenarios.specials import base_kind
 from conformance.scenarios.used_in_micro_batches import factor_of_step
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """One scenario at one world size.
+    """One scenario at one world size. Each is equal to itself alone.
 
     Attributes:
         scenario: the scenario that was run.

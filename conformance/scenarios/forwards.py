@@ -8,9 +8,10 @@ steps have the same number of forwards; they are drawn from the session's seed:
     first stretches  three, one in each quarter of the run after the warm-up but the last, of 80 to
                      120 steps, or half of the quarter if that is less: two of them of two to four
                      forwards, and one, a drawn one, of one forward with two to four checkpoints
-    last stretch     the last 60 to 100 steps, or half of the last quarter if that is less, so that what a hook never sends is missing at last; of six
-                     forwards, each with two checkpoints if the others are given up: a hook that
-                     takes two, three, four or six turns leaves out some turns then
+    last stretch     the last 60 to 100 steps, or half of the last quarter if that is less, so that
+                     what a hook never sends is missing at last; of six forwards, each with two
+                     checkpoints if the others are given up: a hook that takes two, three, four or
+                     six turns leaves out some turns then
     single steps     one to six beside these stretches, one of them early: a rank gives up one
                      to three forwards alone, as of a batch whose loss is not finite, so that ranks
                      have made different numbers of forwards from then on

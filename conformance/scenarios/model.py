@@ -5,7 +5,8 @@ verdicts: each scenario runs once per world size, and many rules read its record
 to the ranks as JSON.
 """
 
-from dataclasses import asdict, dataclass
+import functools
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from conformance.scenarios.profiles import GLOO_CPU, Profile, profile_from_json
@@ -391,6 +392,14 @@ class Scenario:
         faulty = self.fault.kind in (*of_hooks, *COLLECTIVE_FAULTS)
         records = self.observe.bytes_sent or self.observe.collectives
         return self.order != "free" or faulty or records or self.serialised
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """What ``dataclass`` would compute for each look-up in a cache."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def loss_scale(self, step: int) -> float:
         """Return the loss scale of a step; 1 if the scenario has none."""

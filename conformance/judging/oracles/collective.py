@@ -52,6 +52,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -159,7 +160,7 @@ def arrivals(run: Run, claims: Claims, call: Call) -> Iterator[Arrival]:
     for output, pairs in enumerate(_outputs(run, call)):
         tensor = arrived_tensor(run, call, output)
         got = None if tensor is None else tensor.reshape(-1).double()
-        allowed = _allowed(run, claims, call, pairs, call.step)
+        allowed = _kept_allowed(run, claims, call, pairs)
         source = -1 if is_sum else group[pairs[0][0]]
         yield Arrival(call, pairs, source, group.index(call.rank), got, allowed)
 
@@ -295,6 +296,24 @@ def _outputs(run: Run, call: Call) -> list[tuple[messages.Pair, ...]]:
     group = group_of(run, call)
     place = group.index(call.rank)
     return messages.received(run.scenario, len(group), place, call.step, call.index)
+
+
+_MOST_KEPT = 1 << 14  # elements of a message
+# All ranks of a group get the same sum, and several rules judge it. It is forgotten with its run.
+_kept: WeakKeyDictionary[Run, dict[tuple[object, ...], Allowed]] = WeakKeyDictionary()
+
+
+def _kept_allowed(
+    run: Run, claims: Claims, call: Call, pairs: tuple[messages.Pair, ...]
+) -> Allowed:
+    """Return the values that may arrive in an output of a call."""
+    if math.prod(run.scenario.params[call.index].shape) > _MOST_KEPT:
+        return _allowed(run, claims, call, pairs, call.step)
+    of_run = _kept.setdefault(run, {})
+    key = claims, group_of(run, call), call.step, call.index, call.form, pairs
+    if key not in of_run:
+        of_run[key] = _allowed(run, claims, call, pairs, call.step)
+    return of_run[key]
 
 
 def _allowed(

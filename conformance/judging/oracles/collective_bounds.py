@@ -121,9 +121,14 @@ def largest_nearby(sent: torch.Tensor, block: int) -> torch.Tensor:
         return sent
     # No block reaches farther than the message.
     reach = min(block, len(sent)) - 1
-    return torch.nn.functional.max_pool1d(
-        torch.nn.functional.pad(sent.abs()[None], (reach, reach)), 2 * reach + 1, stride=1
-    )[0]
+    largest = torch.nn.functional.pad(sent.abs(), (reach, reach))
+    # The largest of 1, 2, 4, ... elements from each place on, then of the whole window.
+    width = 1
+    while width < 2 * reach + 1:
+        step = min(width, 2 * reach + 1 - width)
+        largest = torch.maximum(largest[:-step], largest[step:])
+        width += step
+    return largest
 
 
 def _padding(claims: Claims) -> int:
