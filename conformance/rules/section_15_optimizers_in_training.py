@@ -43,7 +43,7 @@ from conformance.scenarios.optimizer_training import (
     TWO,
     TWO_GROUPS,
     averages_gradients,
-    plan_of,
+    kept_plan,
     wrapped_class,
 )
 from conformance.scenarios.probes_of_kinds import OPTIMIZER as PROBE
@@ -452,7 +452,7 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     than 256 steps. One has NaN and infinities on five to eight ranks. The numbers are drawn from
     the session's seed.
     """
-    if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
+    if kept_plan(run.scenario).groups and not construction(run)["takes_any"]:
         found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")
         return
     require_right(run, found)

@@ -19,7 +19,7 @@ from conformance.scenarios.optimizer_loops import RESET, trained_late
 from conformance.scenarios.optimizer_repeats import is_repeated
 from conformance.scenarios.optimizer_rests import rests, rests_at
 from conformance.scenarios.optimizer_states import SCALED
-from conformance.scenarios.optimizer_training import EMPTY, FROZEN, UNFROZEN, plan_of
+from conformance.scenarios.optimizer_training import EMPTY, FROZEN, UNFROZEN, kept_plan
 
 # Each rank has gradients of other parameters.
 _UNUSED = (UNUSED.variant, CLOSURE_IN_PARTS.variant)
@@ -95,7 +95,7 @@ def _lacks_gradient(scenario: Scenario, step: int, index: int) -> bool:
         return True
     if scenario.variant != SCALED.variant:
         return is_left_out(scenario, step, index)
-    scaling = plan_of(scenario).scaling
+    scaling = kept_plan(scenario).scaling
     return scaling is not None and scaling.lacking.get(step) == index
 
 

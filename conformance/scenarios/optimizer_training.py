@@ -5,6 +5,7 @@ Their numbers are drawn from the session's seed (``plan_of``, and ``subjects/kin
 rules that judge it both call these functions.
 """
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -270,6 +271,12 @@ def raised_before(scenario: Scenario, step: int) -> str:
 def plan_of(scenario: Scenario) -> Setting:
     """Return the arguments of a scenario's optimizer and averager, drawn if they are."""
     return with_entries(_plan_of(scenario), scenario)
+
+
+@functools.lru_cache(maxsize=64)
+def kept_plan(scenario: Scenario) -> Setting:
+    """Return the same as :func:`plan_of`, once for all who only read it."""
+    return plan_of(scenario)
 
 
 def _plan_of(scenario: Scenario) -> Setting:

@@ -9,7 +9,7 @@ from conformance.judging.oracles.optimizer_options import Options
 from conformance.judging.oracles.optimizer_steps import overflows, steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.optimizer_training import kept_plan
 from conformance.scenarios.own_entries import entries_at
 
 OLD_GROUPS = (
@@ -43,7 +43,7 @@ def _require_whole_call(run: Run, found: Found, rank: int, call: Mapping[str, An
     """Require a call of the averager with all parameters, and with their gradients."""
     step = call["step"]
     place = f"rank {rank}, step {step}"
-    later = plan_of(run.scenario).in_no_group(step)
+    later = kept_plan(run.scenario).in_no_group(step)
     missing = ", ".join(f"p{index}" for index in call["missing"] if index not in later)
     found.require(
         not missing,
@@ -62,7 +62,7 @@ def _require_whole_call(run: Run, found: Found, rank: int, call: Mapping[str, An
 
 def require_right_with_rates(run: Run, found: Found) -> None:
     """Require right parameters after every step, and that learning rates in tensors stay there."""
-    if plan_of(run.scenario).has_tensor_rates:
+    if kept_plan(run.scenario).has_tensor_rates:
         if not construction(run)["takes_any"]:
             found.leaves_out("learning rates in tensors are not judged: it takes no optimizer")
             return
@@ -92,7 +92,7 @@ def require_own_entries(run: Run, found: Found) -> None:
     If new processes load a state, and the groups that they see are still their old ones, that is a
     finding of 15.14, and not another one here. The old groups have other learning rates.
     """
-    plan = plan_of(run.scenario)
+    plan = kept_plan(run.scenario)
     for rank in run.ranks:
         for event in rank.all("entries"):
             step = event["step"]
@@ -113,7 +113,7 @@ def require_own_entries(run: Run, found: Found) -> None:
 
 def _rates_at(run: Run, step: int) -> list[float]:
     """Return the learning rates of the groups before a step of processes that load a state."""
-    plan = plan_of(run.scenario)
+    plan = kept_plan(run.scenario)
     options = Options(plan, construction(run)["options"])
     for earlier in range(step + 1):
         options.begin_step(earlier)
@@ -122,7 +122,7 @@ def _rates_at(run: Run, step: int) -> list[float]:
 
 def _cause_of_entry(run: Run, step: int) -> str:
     """Return the last event before a step that may change entries of parameter groups."""
-    plan = plan_of(run.scenario)
+    plan = kept_plan(run.scenario)
     if run.scenario.resume.resumes or 0 <= plan.back[0] <= step:
         return "it was not saved, or not loaded"
     return "it was dropped by add_param_group" if step in plan.added else ""

@@ -29,7 +29,7 @@ from conformance.scenarios.optimizer_backwards import (
 from conformance.scenarios.optimizer_gradients import has_gradient
 from conformance.scenarios.optimizer_repeats import source_step
 from conformance.scenarios.optimizer_rests import zeros_at
-from conformance.scenarios.optimizer_training import averages_gradients, plan_of
+from conformance.scenarios.optimizer_training import averages_gradients, kept_plan
 from conformance.scenarios.optimizer_wide_gradients import factor_and_shift
 
 
@@ -69,7 +69,7 @@ def unchanged_gradient(run: Run, rank: int, step: int, index: int) -> torch.Tens
         return torch.stack(values).sum(0) / run.world
     has_averager = takes_averager(run)
     is_under_ddp = scenario.variant == "ddp"
-    if is_under_ddp and not (has_averager and step >= plan_of(scenario).warmup):
+    if is_under_ddp and not (has_averager and step >= kept_plan(scenario).warmup):
         return torch.stack([fed(kind, spec, size, other, step, index) for other in group]).mean(0)
     has_own = has_averager or is_under_ddp
     averages = averages_gradients(scenario) and not has_averager
@@ -144,7 +144,7 @@ def gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: in
 
 def clipped(run: Run, grad: torch.Tensor, step: int) -> torch.Tensor:
     """Return a gradient as it is clipped after ``unscale_``, if it is."""
-    scaling = plan_of(run.scenario).scaling
+    scaling = kept_plan(run.scenario).scaling
     if scaling is None or step not in scaling.unscaled or averages_gradients(run.scenario):
         return grad
     return grad.clamp(-scaling.clip, scaling.clip)

@@ -14,7 +14,7 @@ from conformance.judging.oracles.optimizer_steps import result
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer_repeats import PASSES, REPEATED_STEPS
-from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.optimizer_training import kept_plan
 
 OWN_RANDOM_NUMBERS = (
     "bits after a load are not judged: steps from one loaded state differ, as with random numbers "
@@ -43,7 +43,7 @@ def require_repeated(run: Run, found: Found) -> None:
     if not any(_are_equal(run, *pair) for pair in combinations(range(1, passes), 2)):
         found.leaves_out(OWN_RANDOM_NUMBERS)
         return
-    restored, saved = plan_of(run.scenario).back
+    restored, saved = kept_plan(run.scenario).back
     for number in range(1, passes):
         for rank in run.ranks:
             for later in range(REPEATED_STEPS):
@@ -70,7 +70,7 @@ def require_repeated(run: Run, found: Found) -> None:
 
 def _are_equal(run: Run, one: int, other: int) -> bool:
     """Whether two passes of the same steps have given the same bits."""
-    first = plan_of(run.scenario).back[1] + 1
+    first = kept_plan(run.scenario).back[1] + 1
     return all(
         torch.equal(
             result(run, rank.rank, first + one * REPEATED_STEPS + later, index),

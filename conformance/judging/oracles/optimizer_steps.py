@@ -51,7 +51,7 @@ from conformance.scenarios.optimizer_gradients import first_kind
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_exact,
-    plan_of,
+    kept_plan,
     wrapped_class,
 )
 from conformance.scenarios.optimizer_twins import plan_of_model
@@ -196,7 +196,7 @@ def _begin_from_records(run: Run, optimizer: LocalOptimizer, rank: int, step: in
 
 def overflows(run: Run, rank: int, step: int) -> bool:
     """Return whether the gradients of a rank overflow, so that its step is skipped."""
-    scaling = plan_of(run.scenario).scaling
+    scaling = kept_plan(run.scenario).scaling
     if scaling is None or step >= len(run.scenario.steps):
         return False
     group = run.group(rank)
