@@ -236,8 +236,13 @@ def with_option(scenario: Scenario, name: str, value: object) -> Scenario:
 
 def option(scenario: Scenario, name: str) -> str:
     """Return a drawn number, or text, of a scenario; '' if it has none of this name."""
-    options = (text.partition("=") for text in scenario.options)
-    return next((value for key, _, value in options if key == name), "")
+    return _values_of(scenario.options).get(name, "")
+
+
+@lru_cache(maxsize=256)
+def _values_of(options: tuple[str, ...]) -> dict[str, str]:
+    """Return the values by name; the first one counts if there are several of a name."""
+    return {name: value for name, _, value in (one.partition("=") for one in options[::-1])}
 
 
 def with_tied(scenario: Scenario, draw: random.Random) -> Scenario:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import PLAIN, Setting
+from conformance.scenarios.optimizer_rests import INPUTS_OF_RESTS, rests
 from conformance.scenarios.seeds import generator
 
 # The number of steps that are repeated, and how often they are made altogether.
@@ -69,7 +70,12 @@ def is_repeated(scenario: Scenario) -> bool:
 
 
 def source_step(scenario: Scenario, step: int) -> int:
-    """Return the step whose gradients a step has: its own, or that of the step that it repeats."""
+    """Return the step whose gradients a step has: its own, or that of the step that it repeats.
+
+    Of the hundreds of steps of a run in which parameters rest some have gradients of their own.
+    """
+    if rests(scenario):
+        return step % INPUTS_OF_RESTS
     if not is_repeated(scenario):
         return step
     first = repeated(scenario).back[1] + 1

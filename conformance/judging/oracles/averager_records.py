@@ -1,10 +1,12 @@
 """The records of an averager's run: the calls, the fed values, and the results."""
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 
 import torch
 
+from conformance.judging.oracles.kept_by_run import MOST_KEPT, KeptByRun
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import group_of_turn
 from conformance.scenarios.averager_values import (
@@ -40,8 +42,18 @@ def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
 
 
+_kept = KeptByRun[torch.Tensor]()
+
+
 def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return the values that a parameter was set to before the call, flat in float64."""
+    compute = partial(_fed_to, run, rank, step, index)
+    if prod(run.scenario.params[index].shape) > MOST_KEPT:
+        return compute()
+    return _kept.get(run, (rank, step, index), compute)
+
+
+def _fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     while run.scenario.steps[step] == HELD:
         step = max(earlier for _, earlier in calls(run) if earlier < step)
     group = group_at(run, rank, step)

@@ -52,7 +52,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -73,6 +72,7 @@ from conformance.judging.oracles.collective_causes import (
     nothing_written,
 )
 from conformance.judging.oracles.collective_sums import allowed_sum, cause_of_wrong_sum
+from conformance.judging.oracles.kept_by_run import MOST_KEPT, KeptByRun
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
@@ -298,22 +298,19 @@ def _outputs(run: Run, call: Call) -> list[tuple[messages.Pair, ...]]:
     return messages.received(run.scenario, len(group), place, call.step, call.index)
 
 
-_MOST_KEPT = 1 << 14  # elements of a message
-# All ranks of a group get the same sum, and several rules judge it. It is forgotten with its run.
-_kept: WeakKeyDictionary[Run, dict[tuple[object, ...], Allowed]] = WeakKeyDictionary()
+# All ranks of a group get the same sum.
+_kept = KeptByRun[Allowed]()
 
 
 def _kept_allowed(
     run: Run, claims: Claims, call: Call, pairs: tuple[messages.Pair, ...]
 ) -> Allowed:
     """Return the values that may arrive in an output of a call."""
-    if math.prod(run.scenario.params[call.index].shape) > _MOST_KEPT:
-        return _allowed(run, claims, call, pairs, call.step)
-    of_run = _kept.setdefault(run, {})
+    compute = functools.partial(_allowed, run, claims, call, pairs, call.step)
+    if math.prod(run.scenario.params[call.index].shape) > MOST_KEPT:
+        return compute()
     key = claims, group_of(run, call), call.step, call.index, call.form, pairs
-    if key not in of_run:
-        of_run[key] = _allowed(run, claims, call, pairs, call.step)
-    return of_run[key]
+    return _kept.get(run, key, compute)
 
 
 def _allowed(

@@ -31,6 +31,7 @@ everything that was added. The bound is twice as much:
     n (W + 2) eps sum_b sum_q |x_q(b)| / W
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 
 from conformance.judging.oracles.averager_records import same
+from conformance.judging.oracles.kept_by_run import MOST_KEPT, KeptByRun
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Failure, Found
 from conformance.records.run import Run, fed
@@ -70,8 +72,19 @@ _NO_GRADIENT = ": there is no gradient"
 Part = tuple[int, int]  # a step, and a micro-batch in it
 
 
+# All ranks that a gradient is averaged over have the same one.
+_kept = KeptByRun[torch.Tensor]()
+
+
 def right(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return the right gradient of a parameter after a step, flat in float64."""
+    compute = functools.partial(_right, run, rank, step, index)
+    if math.prod(run.scenario.params[index].shape) > MOST_KEPT:
+        return compute()
+    return _kept.get(run, (averaged_ranks(run, rank), step, index), compute)
+
+
+def _right(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     total = torch.zeros_like(fed_part(run, rank, (step, 0), index))
     for part in parts(run, step):
         total += _mean(run, rank, part, index)
