@@ -5,7 +5,6 @@ that run a scenario and the rules that judge it both call them. Here ``place`` i
 within its group.
 """
 
-import functools
 import random
 from dataclasses import replace
 
@@ -102,7 +101,6 @@ def puts_own_steps(scenario: Scenario) -> frozenset[int]:
     return frozenset((later,) if scenario.variant in _WITHOUT_OWN_STEP else (0, later))
 
 
-@functools.lru_cache(maxsize=4096)
 def batches(scenario: Scenario, step: int) -> int:
     """Return the number of micro-batches of a step."""
     if by_itself(scenario, step) or scenario.steps[step] == "limit":
