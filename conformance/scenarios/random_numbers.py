@@ -77,7 +77,8 @@ def _integers(numel: int, bound: int, seeds: Any, first: int = 0) -> Any:
     # NumPy has unsigned integers, and takes a third of torch's time for a small array.
     if first:
         seeds = seeds + numpy.uint64(first * _GAMMA & _MASK)
-    z: Any = (_counted if numel <= _KEPT else _count)(numel) + seeds[:, None]
+    counted = _FIRST_STATES[:numel] if numel <= _KEPT else _count(numel)
+    z: Any = counted + seeds[:, None]
     z ^= z >> 30
     z *= _FIRST
     z ^= z >> 27
@@ -104,7 +105,7 @@ def _seeds(keys: Sequence[tuple[int, ...]]) -> Any:
 
 _TOGETHER = 2048  # elements
 _KEPT = 1 << 14
-_counted = lru_cache(maxsize=256)(_count)
+_FIRST_STATES = _count(_KEPT)
 
 
 def _seed(key: tuple[int, ...]) -> int:
