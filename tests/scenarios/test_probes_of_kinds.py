@@ -1,9 +1,11 @@
 """Probes of other kinds than hooks lie on both sides of their number."""
 
+import inspect
 import math
 
 import pytest
 
+from conformance.rules import book
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.join_draws import drawn_lengths
 from conformance.scenarios.model import Scenario, scenario_from_json
@@ -113,3 +115,12 @@ def test_a_probe_that_is_adapted_again_still_averages() -> None:
     for scenario in probes("averager", 600).values():
         adapted = AVERAGER.adapt(AVERAGER.adapt(scenario, first), second)
         assert {adapted.steps[step] for step in (10, 14)} <= {"crafted", "normal"}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_probe_has_a_rule_that_judges_it(kind: str) -> None:
+    (own_numbers,) = (rule for rule in book(kind, "cpu").values() if rule.probes)
+    judges = inspect.getclosurevars(own_numbers.check).nonlocals["by_variant"]
+    for value in (2, 5, 300, 1800, 70_000, LARGEST_SIZE):
+        for scenario in probes(kind, value).values():
+            assert scenario.variant in judges, scenario.name
