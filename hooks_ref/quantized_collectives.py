@@ -56,9 +56,9 @@ def quantize(tensor: torch.Tensor, qtype: DQuantType) -> torch.Tensor:
     """Return the encoding of a tensor of any shape: a flat tensor of bytes."""
     flat = tensor.detach().reshape(-1).float()
     if qtype is DQuantType.FP16:
-        return flat.clamp(-65504, 65504).half().view(torch.uint8)
+        return _as_bytes(flat.clamp(-65504, 65504).half())
     if qtype is DQuantType.BFP16:
-        return flat.bfloat16().view(torch.uint8)
+        return _as_bytes(flat.bfloat16())
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / _LARGEST[qtype.name]
     scaled = torch.where(scales == 0, 0, blocks / scales)
@@ -67,6 +67,11 @@ def quantize(tensor: torch.Tensor, qtype: DQuantType) -> torch.Tensor:
     else:
         small = scaled.to(torch.float8_e4m3fn)
     return torch.cat([small.view(torch.uint8).reshape(-1), scales.view(-1).view(torch.uint8)])
+
+
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    # A tensor without elements may have a stride of 0, as those from NumPy: no view of it is bytes.
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def dequantize(sent: torch.Tensor, qtype: DQuantType, like: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ A record is plain data. The controller reads it with ``json`` and ``safetensors`
 it is complete, and unpickles nothing: no code of the subject is executed.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
     clock_offset = outcome.get("clock", 0.0)
     try:
         with open(folder / EVENTS, encoding="utf-8", errors="replace") as file:
-            record.events.extend(_read_events(file, clock_offset))
+            record.events.extend(_read_events(file.read(), clock_offset))
     except FileNotFoundError:
         return record
     try:
@@ -150,17 +151,27 @@ def _read_coverage(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _read_events(lines: Iterator[str], clock_offset: float) -> Iterator[dict[str, Any]]:
+def _read_events(text: str, clock_offset: float) -> Iterator[dict[str, Any]]:
     """Yield the events of a file, with times on the controller's clock."""
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            # The rank died while it wrote this line.
-            continue
+    for event in _read_lines(text.splitlines()):
         # A subject may have written to the file as well.
         if not isinstance(event, dict) or not {"event", "step", "time"} <= event.keys():
             continue
         if clock_offset and isinstance(event["time"], float):
             event["time"] -= clock_offset
         yield Event(event)
+
+
+def _read_lines(lines: list[str]) -> list[Any]:
+    """Return the values of lines of JSON, without lines that are none."""
+    # All at once takes a third of the time.
+    with contextlib.suppress(json.JSONDecodeError):
+        values: list[Any] = json.loads(f"[{','.join(lines)}]")
+        if len(values) == len(lines):
+            return values
+    found = []
+    for line in lines:
+        # The rank may have died while it wrote a line.
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found

@@ -52,9 +52,15 @@ class Recorder:
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Append one event with the current step and time; drop it if the record is closed."""
-        with self._lock, self._noting_disk_failure():
-            if not self._is_closed:
+        with self._lock:
+            if self._is_closed:
+                return
+            # Not a context manager: there are a hundred thousand events in a certification.
+            try:
                 self._write(name, fields)
+            except OSError as error:
+                self._note_disk_failure(error)
+                raise
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
         stamped = {"event": name, "step": self.step, "time": self._clock(), **fields}
@@ -121,6 +127,9 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            if error.errno in _DISK_FAILED:
-                self.failure = str(error)
+            self._note_disk_failure(error)
             raise
+
+    def _note_disk_failure(self, error: OSError) -> None:
+        if error.errno in _DISK_FAILED:
+            self.failure = str(error)

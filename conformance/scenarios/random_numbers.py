@@ -29,7 +29,7 @@ def bell(numel: int, key: tuple[int, ...]) -> torch.Tensor:
         part[:] = _integers(len(part), 1 << 24, seeds, first).sum(0)
     total *= 2.0**-24
     total -= 6
-    return torch.from_numpy(total)
+    return _tensor(total)
 
 
 def integers(numel: int, bound: int, *keys: tuple[int, ...]) -> torch.Tensor:
@@ -39,7 +39,7 @@ def integers(numel: int, bound: int, *keys: tuple[int, ...]) -> torch.Tensor:
     2014.
     """
     drawn = _integers(numel, bound, _seeds(keys))
-    return torch.from_numpy(drawn if len(keys) > 1 else drawn[0])
+    return _tensor(drawn if len(keys) > 1 else drawn[0])
 
 
 def scaled_integers(
@@ -62,7 +62,16 @@ def scaled_integers(
     values *= factor
     exponents = _integers(numel, 7, _seeds([exponents_key]))[0]
     exponents -= 3
-    return torch.from_numpy(numpy.ldexp(values, exponents))
+    return _tensor(numpy.ldexp(values, exponents))
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    """Return an array of NumPy as a tensor with strides as torch makes them.
+
+    Those of an array without elements are 0, with which torch refuses to view other dtypes.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor if tensor.numel() else torch.empty(values.shape, dtype=tensor.dtype)
 
 
 def _integers(numel: int, bound: int, seeds: Any, first: int = 0) -> Any:

@@ -53,6 +53,8 @@ class Plan:
         self._by_name: Mapping[str, Scenario] = {
             scenario.name: scenario for scenario in KINDS[kind].scenarios
         }
+        # Each rule asks for the scenarios that it reads, and for those that come before.
+        self._adapted: dict[Scenario, Scenario] = {}
 
     @property
     def primary(self) -> int:
@@ -61,7 +63,10 @@ class Plan:
 
     def adapted(self, scenario: Scenario) -> Scenario:
         """Return a scenario as it runs for this subject."""
-        return adapt_scenario(scenario, self._claims, self._profile, self._seed, self._steps)
+        if scenario not in self._adapted:
+            adapted = adapt_scenario(scenario, self._claims, self._profile, self._seed, self._steps)
+            self._adapted[scenario] = adapted
+        return self._adapted[scenario]
 
     @property
     def steps_of_long_run(self) -> int:

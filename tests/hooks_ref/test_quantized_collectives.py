@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,3 +133,11 @@ def test_arguments() -> None:
         hooks_ref.auto_quantize(dist.all_reduce, hooks_ref.DQuantType.FP16)(
             torch.ones(1), dist.ReduceOp.MAX
         )
+
+
+@pytest.mark.parametrize("kind", list(hooks_ref.DQuantType))
+def test_takes_an_empty_tensor_of_numpy(kind: hooks_ref.DQuantType) -> None:
+    """Its stride is 0, with which torch refuses to view it as bytes."""
+    tensor = torch.from_numpy(numpy.empty(0, dtype=numpy.float32))
+    assert tensor.stride() == (0,)
+    assert dequantize(quantize(tensor, kind), kind, tensor).shape == (0,)
