@@ -71,7 +71,7 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     instructions of the processor; variables of SLURM, and of a network, differ from node to node,
     too (``ranks/node_variables.py``). A rank must not choose by these alone. One of
     the parameters has a prime number of elements from 257 to 1019. Unless results are lossy or
-    parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, 8 to 32
+    parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, 20 to 60
     steps come before those on record, and there are parameters of float16, bfloat16 and float64
     with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. Compression without
     feedback gets steps in which one rank's gradients are far larger than those of the others, here

@@ -59,7 +59,7 @@ def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
     A hook may send small buckets, or all of them in its first steps, by the collective of all
     ranks, and others node by node, piece by piece. It may take another path for half precision,
     too. On nodes one parameter has 1,000 to 30,000 elements, another one 30,000 to 500,000, on
-    equal nodes 80,000 to 260,000, by the logarithm, each in a bucket of its own; 8 to 32 steps
+    equal nodes 80,000 to 260,000, by the logarithm, each in a bucket of its own; 20 to 60 steps
     come before.
     """
     params = list(scenario.params)
@@ -70,7 +70,7 @@ def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
         for first, last in ((1_000, 30_000), largest):
             (size,) = sizes_between(first, last, 1, 1, numbers)
             larger.append(Param((size,)))
-        scenario = replace(scenario, unrecorded_steps=numbers.randint(8, 32))
+        scenario = replace(scenario, unrecorded_steps=numbers.randint(20, 60))
     for spec in (*larger, *_of_other_dtypes(numbers)):
         # The first parameter has fewer elements than there are ranks, and a bucket of its own.
         params.insert(numbers.randint(1, len(params)), spec)
