@@ -8,10 +8,10 @@ steps have the same number of forwards; they are drawn from the session's seed:
     first stretches  three, one in each quarter of the run after the warm-up but the last, of 80 to
                      120 steps, or half of the quarter if that is less: two of them of two to four
                      forwards, and one, a drawn one, of one forward with two to four checkpoints
-    last stretch     the last 60 to 100 steps, or half of the last quarter if that is less, so that
-                     what a hook never sends is missing at last; of six forwards, each with two
-                     checkpoints if the others are given up: a hook that takes two, three, four or
-                     six turns leaves out some turns then
+    last stretch     from a step in the first half of the last quarter to the end, so that what a
+                     hook never sends is missing at last; of six forwards, each with two checkpoints
+                     if the others are given up: a hook that takes two, three, four or six turns
+                     leaves out some turns then
     single steps     one to six beside these stretches, one of them early: a rank gives up one
                      to three forwards alone, as of a batch whose loss is not finite, so that ranks
                      have made different numbers of forwards from then on
@@ -30,7 +30,6 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
 STRETCH = (80, 120)
-LAST_STRETCH = (60, 100)
 FORWARDS_AT_LAST = 6
 _SINGLE_STEPS = (2, 6)
 _RANKS = 2
@@ -71,8 +70,7 @@ def forwards_of(scenario: Scenario) -> Mapping[int, Forwards]:
         made |= dict.fromkeys(range(first, first + length), forwards)
     others = [step for step in range(begin + 2, begin + 3 * quarter) if step not in made]
     made |= _on_one_rank(scenario, others)
-    length = min(draws.randint(*LAST_STRETCH), quarter // 2)
-    first = steps - length
+    first = begin + 3 * quarter + draws.randint(0, quarter // 2)
     is_given_up = draws.random() < 0.5
     # DDP takes no parameter that two checkpoints of a backward use.
     last = Forwards(FORWARDS_AT_LAST - 1, is_given_up, checkpoints=2 * is_given_up)
