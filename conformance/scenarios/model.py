@@ -398,7 +398,7 @@ class Scenario:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """What ``dataclass`` would compute for each look-up in a cache."""
+        """The hash that ``dataclass`` would compute anew for each look-up in a cache."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def loss_scale(self, step: int) -> float:

@@ -56,8 +56,7 @@ _UNCHANGED = (12, 60)
 _LONG_UNCHANGED = 150
 # So many steps are left after the last write.
 _STEPS_AFTER = 5
-# Gradients come again after so many steps, but for their zeros: they take long to make. No schedule
-# of a training script has this period.
+# Gradients come again after so many steps, but for their zeros: they take long to make.
 INPUTS_OF_RESTS = 31
 _VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
 

@@ -275,7 +275,7 @@ def plan_of(scenario: Scenario) -> Setting:
 
 @functools.lru_cache(maxsize=64)
 def kept_plan(scenario: Scenario) -> Setting:
-    """Return the same as :func:`plan_of`, once for all who only read it."""
+    """Return the plan of :func:`plan_of`, drawn once, for callers that only read it."""
     return plan_of(scenario)
 
 

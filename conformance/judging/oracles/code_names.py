@@ -216,7 +216,7 @@ class Project:
 
 @functools.lru_cache(maxsize=4096)
 def nodes_of(node: ast.AST) -> tuple[ast.AST, ...]:
-    """Return what ``ast.walk`` yields; the same functions are searched for many names."""
+    """Return the nodes of ``ast.walk``; the same functions are searched for many names."""
     return tuple(ast.walk(node))
 
 
