@@ -1,4 +1,4 @@
-"""Mutants of rules 15.14, 15.24 and 15.28: groups that are added while parameters rest, or after a
+"""Mutants of rules 15.14, 15.23, 15.24 and 15.28: groups that are added while parameters rest, or after a
 state was loaded."""
 
 from collections.abc import Callable
@@ -97,7 +97,8 @@ class SchedulesLoaded(Sharded):
 OF = {"kind": "optimizer"}
 _RESUMED = {"15.28": "a group is added after a load in new processes as well"}
 MUTANTS = [
-    *(Mutant(name, ("15.24",), **OF) for name in ("ClearsIdleAtAdd", "SharesAnewAtAdd")),
+    Mutant("ClearsIdleAtAdd", ("15.23",), **OF),
+    Mutant("SharesAnewAtAdd", ("15.24",), **OF),
     Mutant("RestartsFrozenCounts", ("15.24",), "averages", **OF),
     *(
         Mutant(name, ("15.14",), because=_RESUMED, **OF)
