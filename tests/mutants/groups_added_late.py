@@ -1,5 +1,5 @@
-"""Mutants of rules 15.14, 15.23, 15.24 and 15.28: groups that are added while parameters rest, or after a
-state was loaded."""
+"""Mutants of rules 15.14, 15.23, 15.24 and 15.28: groups that are added while parameters rest, or
+after a state was loaded."""
 
 from collections.abc import Callable
 from typing import Any
