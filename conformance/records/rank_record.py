@@ -76,11 +76,20 @@ class RankRecord:
     exit: int | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
     coverage: dict[str, Any] | None = None
+    _by_name: dict[str, list[dict[str, Any]]] = field(default_factory=dict, init=False, repr=False)
+    _sorted: int = field(default=0, init=False, repr=False)
+
+    def _named(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of a name. Rules ask for them a hundred thousand times."""
+        for event in self.events[self._sorted :]:
+            self._by_name.setdefault(event["event"], []).append(event)
+        self._sorted = len(self.events)
+        return self._by_name.get(name, [])
 
     def all(self, name: str, /, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of a name whose fields have the given values."""
-        for event in self.events:
-            if event["event"] == name and fields.items() <= event.items():
+        for event in self._named(name):
+            if fields.items() <= event.items():
                 yield event
 
     def first(self, name: str, /, **fields: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import PLAIN, Setting
-from conformance.scenarios.optimizer_rests import INPUTS_OF_RESTS, rests
+from conformance.scenarios.optimizer_rests import rests, step_of_gradients
 from conformance.scenarios.seeds import generator
 
 # The number of steps that are repeated, and how often they are made altogether.
@@ -75,7 +75,7 @@ def source_step(scenario: Scenario, step: int) -> int:
     Of the hundreds of steps of a run in which parameters rest some have gradients of their own.
     """
     if rests(scenario):
-        return step % INPUTS_OF_RESTS
+        return step_of_gradients(scenario, step)
     if not is_repeated(scenario):
         return step
     first = repeated(scenario).back[1] + 1

@@ -57,7 +57,7 @@ _LONG_UNCHANGED = 150
 # So many steps are left after the last write.
 _STEPS_AFTER = 5
 # Gradients come again after so many steps, but for their zeros: they take long to make.
-INPUTS_OF_RESTS = 31
+_INPUTS = (25, 40)
 _VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
 
 
@@ -107,6 +107,11 @@ def rests_of(scenario: Scenario) -> tuple[Rest, ...]:
     return _plan(scenario.session_seed, scenario.name)
 
 
+def step_of_gradients(scenario: Scenario, step: int) -> int:
+    """Return the first step that has the gradients of a step, but for their zeros."""
+    return step % _number_of_inputs(scenario.session_seed, scenario.name)
+
+
 def setting_of_rests(scenario: Scenario, wrapped: str) -> Setting:
     """Return the options of a scenario in which parameters rest.
 
@@ -119,6 +124,11 @@ def setting_of_rests(scenario: Scenario, wrapped: str) -> Setting:
 def _scenario(seed: int, name: str) -> Scenario:
     (scenario,) = (scenario for scenario in ALL if scenario.name == name)
     return replace(scenario, session_seed=seed)
+
+
+@lru_cache
+def _number_of_inputs(seed: int, name: str) -> int:
+    return generator(_scenario(seed, name), "inputs").randint(*_INPUTS)
 
 
 @lru_cache

@@ -94,16 +94,28 @@ def _values_of_sgd(optimizer: torch.optim.SGD, before: Values) -> Values:
 
 @contextmanager
 def _faint_in_place_of(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Give parameters other gradients, since a hook may have kept theirs."""
+    """Give parameters other gradients, since a hook may have kept theirs.
+
+    DDP leaves a result in another dtype than the parameter's if the rank has not used it. No one
+    else can assign such a gradient, so its values are exchanged.
+    """
     gradients = {one: one.grad for one in parameters if one.grad is not None}
+    values = {}
     for parameter, gradient in gradients.items():
-        parameter.grad = _faint(parameter, gradient)
+        if gradient.dtype == parameter.dtype:
+            parameter.grad = _faint(parameter, gradient)
+        else:
+            values[parameter] = gradient.clone()
+            gradient.copy_(_faint(parameter, gradient))
     try:
         yield
     finally:
         # The gradient may be a view of DDP's bucket, which has to stay the parameter's gradient.
         for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+            if parameter in values:
+                gradient.copy_(values[parameter])
+            else:
+                parameter.grad = gradient
 
 
 @torch.no_grad()

@@ -132,3 +132,19 @@ def test_gradients_of_zeros_alone_are_faint_in_the_step() -> None:
     optimizer.register_step_pre_hook(lambda *_: seen.append(parameters[0].grad))
     assert not _step(optimizer, parameters)
     assert seen[0].any()
+
+
+def test_a_gradient_in_another_dtype_than_its_parameter_is_as_before() -> None:
+    (parameter,) = parameters = [torch.nn.Parameter(torch.tensor([1.0, -2.0]))]
+    parameter.grad = torch.zeros(2)
+    parameter.grad.data = gradient = torch.tensor([0.5, torch.inf], dtype=torch.bfloat16)
+    before = gradient.clone()
+    optimizer = _optimizer(parameters)
+    seen: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(parameter.grad.clone()))
+    assert not _step(optimizer, parameters)
+    step_faintly(optimizer, parameters)
+    assert len(seen) == 2
+    assert all(0 < one.abs().max() < 1e-12 for one in seen)
+    assert torch.equal(gradient, before)
+    assert parameter.tolist() == [1.0, -2.0]
