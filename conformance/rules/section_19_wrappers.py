@@ -11,6 +11,7 @@ from conformance.judging.oracles.wrapper import (
     require_recomputation,
     require_same_bits,
     require_same_buffers,
+    require_same_forms,
     require_same_hooks,
     require_same_modes,
     require_same_results,
@@ -30,7 +31,6 @@ from conformance.scenarios.wrapper import (
     HOOKED,
     LIMITED,
     MODES,
-    MODULE,
     PLAIN,
     RAISES,
     RANDOM,
@@ -129,21 +129,24 @@ def generator(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source="pytorch test_checkpoint_wrapper_kwarg_support, test_checkpoint_wrapper_args_kwargs",
     remedy="forward(*args, **kwargs); an argument that is passed at another position; a tuple as "
-    "result; arguments that are not tensors; one gradient for a tensor that is an argument twice, "
-    "or the sum of its gradients for each argument; gradients that are not returned at the places "
-    "of their arguments, or not taken for those of their results, because others come between them "
-    "that require none",
+    "result, also if it has one entry; arguments that are not tensors; one gradient for a tensor "
+    "that is an argument twice, or the sum of its gradients for each argument; gradients that are "
+    "not returned at the places of their arguments, or not taken for those of their results, "
+    "because others come between them that require none",
 )
 def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A block may take several inputs, keywords and arguments that are not tensors, return a tuple,
     have frozen parameters, and contain another wrapped block. One tensor may be several of its
     arguments, as in self-attention; its gradient is the sum of theirs.
 
-    Two blocks get five arguments in each step: two to four tensors of floats, and indices, masks or
-    numbers. Their order is drawn from the session's seed, and for each call the tensors of floats
-    that require a gradient, one at least, and the arguments by keyword, with their order. Results
-    are a tuple in a drawn order: two tensors with a gradient, a detached one, indices, masks, None.
+    Three blocks get five arguments in each step: two to four tensors of floats, and indices, masks
+    or numbers. Their order is drawn from the session's seed, and for each call the tensors of
+    floats that require a gradient, one at least, and the arguments by keyword, with their order.
+    Results are a tuple in a drawn order: two tensors with a gradient, a detached one, indices,
+    masks, None. The third block returns a tuple of one tensor. Results have the type and the length
+    that they have without the wrapper.
     """
+    require_same_forms(runs, found)
     require_same_results(runs, found)
 
 
@@ -160,7 +163,10 @@ def calls(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 )
 def containers(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Tensors in dicts and lists, among arguments and results, have their gradients, also one that
-    is in several of them; with the claim reentrant this does not apply."""
+    is in several of them; with the claim reentrant this does not apply. A list as the result of a
+    block stays a list of the same length, also if it has one entry."""
+    if not claims.has("reentrant"):
+        require_same_forms(runs, found)
     require_same_unless_reentrant(runs, claims, found)
 
 
@@ -236,89 +242,6 @@ def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """
     require_same_results(runs, found)
     require_same_modes(runs, found)
-
-
-@rule(
-    "19.10",
-    "A state_dict has the module's keys",
-    on=(MODULE,),
-    owns=(MODULE,),
-    needs=("19.1",),
-    source="pytorch test_load_activation_checkpointed_module; torch's ActivationWrapper: loads "
-    "into modules that are not wrapped",
-    remedy="remove the wrapper's own prefix from keys on saving, and add it on loading; behind the "
-    "prefix that the hook is called with, not anywhere in the key",
-)
-def state(run: Run, claims: Claims, found: Found) -> None:
-    """The keys of a state_dict, of the wrapper and of the network around it, are those without the
-    wrapper, in any order; a state_dict that is saved with the wrapper loads strictly without it,
-    and the reverse. The same holds in a module that has the name which DDP or torch.compile gives
-    it."""
-    require_compared(run, found, "keys: ", "load: ")
-
-
-@rule(
-    "19.11",
-    "Its parameters are the module's",
-    on=(MODULE,),
-    needs=("19.1",),
-    source="pytorch test_fqn; torch documentation, torch.nn.Module",
-    remedy="a copy of the module or of its parameters; a prefix in named_parameters(); a module in "
-    "an attribute that nn.Module does not register",
-)
-def module(run: Run, claims: Claims, found: Found) -> None:
-    """The wrapper is a module with the same parameters, not copies, under the same names; train(),
-    eval(), to() and requires_grad_() reach the module inside."""
-    require_compared(run, found, "parameters: ", "parameter names: wrapper", "mode: ")
-
-
-@rule(
-    "19.12",
-    "Names around it stay the same",
-    on=(MODULE,),
-    needs=("19.1",),
-    level=SHOULD,
-    source="torch documentation, torch.nn.Module.named_parameters: names are the keys of the "
-    "state_dict",
-    remedy="named_modules() of the wrapper, from which a network takes the names of parameters and "
-    "buffers",
-)
-def names(run: Run, claims: Claims, found: Found) -> None:
-    """named_buffers() of the wrapper, and named_buffers() and named_parameters() of the network
-    around it, give the names of the state_dict, so that optimizer groups and saved optimizer
-    states by name fit with and without the wrapper."""
-    require_compared(run, found, "buffer names: ", "parameter names: network")
-
-
-@rule(
-    "19.13",
-    "Attributes and items are read through it",
-    on=(MODULE,),
-    needs=("19.1",),
-    level=SHOULD,
-    source="pytorch test_forward_missing_attributes",
-    remedy="__getattr__ and __getitem__ of the wrapper: it forwards the names that it lacks itself",
-)
-def attributes(run: Run, claims: Claims, found: Found) -> None:
-    """Attributes of the module, its submodules, and items of a Sequential can be read from the
-    wrapper."""
-    require_compared(run, found, "attribute: ")
-
-
-@rule(
-    "19.14",
-    "Can be copied and saved",
-    on=(MODULE,),
-    needs=("19.1", "19.10"),
-    level=SHOULD,
-    source="torch documentation, torch.save; torch.optim.swa_utils.AveragedModel copies modules",
-    remedy="closures over the module, bound methods and locks in the wrapper: a copy keeps those "
-    "of the original",
-)
-def copies(run: Run, claims: Claims, found: Found) -> None:
-    """A deep copy is an independent module that computes the same, and torch.save accepts a
-    state_dict."""
-    require_compared(run, found, "copy: ")
 
 
 @parity_rule(

@@ -35,7 +35,7 @@ CALLS = replace(
     name="wrapper_calls",
     summary="a block with several inputs, keywords, arguments that are no tensors, a tuple as its "
     "output and a frozen part; a block in a block; one tensor as several arguments; arguments and "
-    "results with and without a gradient, indices and masks in any order",
+    "results with and without a gradient, indices and masks in any order; a tuple of one result",
     world_sizes=(2,),
     variant="calls",
 )
@@ -43,7 +43,7 @@ CALLS = replace(
 CONTAINERS = replace(
     PLAIN,
     name="wrapper_containers",
-    summary="inputs and outputs are tensors in dicts and lists, one of them in both",
+    summary="inputs and outputs are tensors in dicts and lists, one of them in both; a list of one",
     world_sizes=(2,),
     variant="containers",
 )

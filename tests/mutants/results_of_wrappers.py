@@ -1,5 +1,5 @@
-"""Mutants of rules 19.4 and 19.17: wrappers that take the gradients of results in a row, or leave
-the checkpoint out in some calls.
+"""Mutants of rules 19.4, 19.5 and 19.17: wrappers that take the gradients of results in a row,
+return results of another form, or leave the checkpoint out in some calls.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from tests.careful_checkpoint import careful_checkpoint
 from tests.mutants import Mutant
+from tests.mutants.wrappers import Forward, calls
 from tests.right.wrappers import Again, Reentrant
 
 Module = torch.nn.Module
@@ -59,6 +60,34 @@ class ResultsInARow(Reentrant):
         )
 
 
+@calls
+def one_result_is_bare(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Return the entry of a tuple that has one."""
+    made = careful_checkpoint(forward, *args, **kwargs)
+    return made[0] if isinstance(made, tuple) and len(made) == 1 else made
+
+
+@calls
+def lists_for_tuples(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Return results in a list, as those of a checkpoint that gathers them."""
+    made = careful_checkpoint(forward, *args, **kwargs)
+    return list(made) if isinstance(made, tuple) else made
+
+
+@calls
+def tuples_for_lists(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Return results of a list in a tuple."""
+    made = careful_checkpoint(forward, *args, **kwargs)
+    return tuple(made) if isinstance(made, list) else made
+
+
+@calls
+def one_of_a_list_is_bare(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Return the entry of a list that has one."""
+    made = careful_checkpoint(forward, *args, **kwargs)
+    return made[0] if isinstance(made, list) and len(made) == 1 else made
+
+
 def _unless(leaves_out: Callable[[dict[str, Any]], bool], module: Module) -> Module:
     """Give the module a class whose forward has a checkpoint unless some calls leave it out."""
     inside = type(module)
@@ -85,6 +114,10 @@ def not_under_autocast(module: Module) -> Module:
 
 MUTANTS = [
     Mutant("ResultsInARow", ("19.4",), "recomputes, reentrant", kind="wrapper"),
+    Mutant("one_result_is_bare", ("19.4",), "recomputes", kind="wrapper"),
+    Mutant("lists_for_tuples", ("19.4",), "recomputes", kind="wrapper"),
+    Mutant("tuples_for_lists", ("19.5",), "recomputes", kind="wrapper"),
+    Mutant("one_of_a_list_is_bare", ("19.5",), "recomputes", kind="wrapper"),
     Mutant("by_position_alone", ("19.17",), "recomputes", kind="wrapper"),
     Mutant("not_under_autocast", ("19.17",), "recomputes", kind="wrapper"),
 ]

@@ -1,4 +1,4 @@
-"""Right wrappers of modules that handle keys, inputs and layers in a way of their own."""
+"""Right wrappers of modules that handle keys, inputs, results and layers in a way of their own."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -83,6 +83,24 @@ class OneLeaf(Reentrant):
         return _OneLeaf.apply(run, *args, *kwargs.values())
 
 
+class InATuple(Reentrant):
+    """A wrapper with an autograd function, which returns the results of a list in a tuple.
+
+    Like other reentrant wrappers, it would otherwise return them without gradients.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inside = self._modules["inside"]
+        assert inside is not None
+
+        def run(*both: Any) -> Any:
+            named = dict(zip(kwargs, both[len(args) :], strict=True))
+            made = inside(*both[: len(args)], **named)
+            return tuple(made) if isinstance(made, list) else made
+
+        return Again.apply(run, *args, *kwargs.values())
+
+
 def _replaced(module: torch.nn.Module, call: Callable[..., Any]) -> torch.nn.Module:
     inside = type(module)
 
@@ -136,6 +154,7 @@ def in_segments(module: torch.nn.Module) -> torch.nn.Module:
 RIGHT = [
     Right("SortsKeys", "recomputes", kind="wrapper"),
     Right("OneLeaf", "recomputes, reentrant", kind="wrapper"),
+    Right("InATuple", "recomputes, reentrant", kind="wrapper"),
     Right("on_copies", "recomputes", kind="wrapper"),
     Right("in_segments", "recomputes", kind="wrapper"),
 ]

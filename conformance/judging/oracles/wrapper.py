@@ -124,6 +124,19 @@ def require_same_unless_reentrant(runs: Runs, claims: Claims, found: Found) -> N
         found.note(f"it claims reentrant: {trial.failures[0].actual}")
 
 
+def require_same_forms(runs: Runs, found: Found) -> None:
+    """Require results of blocks of the type and the length that they have without the wrapper."""
+    for place, event, right in paired_events(runs, "ran"):
+        for block, form in right["results"].items():
+            got = event["results"].get(block)
+            found.require(
+                got == form,
+                f"{form} from {block}, as without the wrapper",
+                f"{place}: {got}",
+                "a result with one entry comes back as the entry" if got == "a Tensor" else "",
+            )
+
+
 def require_same_modes(runs: Runs, found: Found) -> None:
     """Require the same requires_grad of outputs in evaluation, and one autocast in both passes."""
     for name, run, plain in pairs(runs):

@@ -18,7 +18,16 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from conformance.ranks.drivers._drawing_blocks import drawing_blocks
-from conformance.ranks.drivers._mixed_arguments import MixedCalls, Mixes, drawn_kinds, drawn_results
+from conformance.ranks.drivers._mixed_arguments import (
+    Lists,
+    MixedCalls,
+    Mixes,
+    drawn_kinds,
+    drawn_results,
+    entries,
+    form,
+    lone_result,
+)
 from conformance.ranks.drivers._nested_blocks import wrap_levels
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.interrupts import ERROR
@@ -44,6 +53,7 @@ class Watch:
         raised: the name of the exception, which is Python's.
         generator: returns the state of torch's generators; None if states are not observed.
         states: by phase, the state of the generators at which each block's last forward began.
+        results: by block, the form of the last result, if forms are observed.
     """
 
     def __init__(self) -> None:
@@ -54,6 +64,7 @@ class Watch:
         self.autocast: dict[str, list[str]] = {}
         self.generator: Callable[[], str] | None = None
         self.states: dict[str, dict[str, str]] = {}
+        self.results: dict[str, str] = {}
         self._seen: list[tuple[str, StorageWeakRef, int]] = []
 
     def begin(self) -> None:
@@ -61,6 +72,7 @@ class Watch:
         self.runs = {}
         self.autocast = {}
         self.states = {}
+        self.results = {}
         self._seen = []
 
     def enters(self, block: str, device: str) -> None:
@@ -77,7 +89,15 @@ class Watch:
 
     def observed(self) -> dict[str, Any]:
         """Return the fields that a record has of the forwards, besides their numbers."""
-        return {"autocast": self.autocast, "begins_at": self.states.get("backward", {})}
+        return {
+            "autocast": self.autocast,
+            "begins_at": self.states.get("backward", {}),
+            "results": self.results,
+        }
+
+    def returns(self, block: str, result: Any) -> None:
+        """Note the form of a call's result."""
+        self.results[block] = form(result)
 
     def sees(self, block: str, tensor: torch.Tensor) -> torch.Tensor:
         """Note an activation of a block, which is neither its input nor its output."""
@@ -304,17 +324,20 @@ class Calls(Stack):
     """Blocks that are called in several ways.
 
     As in self-attention, one tensor is both inputs of a block; and an input and a keyword of
-    another. Two more blocks get drawn arguments, and give results in a drawn order.
+    another. Three more blocks get drawn arguments: two give results in a drawn order, and
+    one gives a tuple with one entry.
     """
 
     def __init__(self, numbers: random.Random) -> None:
-        mixes = [Mixes(WIDTH, drawn_kinds(numbers), drawn_results(numbers)) for _ in range(2)]
+        results = [drawn_results(numbers), drawn_results(numbers), lone_result(numbers)]
+        mixes = [Mixes(WIDTH, drawn_kinds(numbers), names) for names in results]
         super().__init__([Joins(), Nest("nest"), Joins(), Joins(), *mixes])
         self.other = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.numbers = numbers
         self.mixed = [
-            MixedCalls(block, f"block {index}", numbers) for index, block in enumerate(mixes, 4)
+            MixedCalls(block, f"block {index}", numbers, WATCH.returns)
+            for index, block in enumerate(mixes, 4)
         ]
 
     def wrap(self, wrap: Wrap) -> None:
@@ -329,7 +352,8 @@ class Calls(Stack):
         joined, of_two = self._joined(2, same, same, self.scale * 3)
         same = joined.tanh()
         made, of_three = self._joined(3, same, other.sin(), same)
-        for index, ends_trained in enumerate(self.numbers.sample((True, False), 2)):
+        ends = [*self.numbers.sample((True, False), 2), self.numbers.random() < 0.5]
+        for index, ends_trained in enumerate(ends):
             mixed = self.mixed[index].call(self.blocks[4 + index], x, ends_trained)
             made = made + mixed.tanh()
         return self.head(made.tanh()) + (summed + of_two + of_three).repeat(1, 2)
@@ -342,7 +366,7 @@ class Calls(Stack):
     def _joined(
         self, index: int, left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        joined, how, summed = self.blocks[index](
+        made = self.blocks[index](
             left,
             right,
             "sum",
@@ -351,22 +375,34 @@ class Calls(Stack):
             also=None,
             flip=True,
         )
+        WATCH.returns(f"block {index}", made)
+        joined, how, summed = entries(f"block {index}", made, tuple, 3)
         assert how == "sum"
         return joined, summed
 
 
 class Containers(Stack):
-    """Blocks with dicts and lists for their input and output; one tensor is in both of them."""
+    """Blocks with dicts and lists for their input and output; one tensor is in both of them.
 
-    def __init__(self) -> None:
-        super().__init__([Takes(), Takes()])
+    Two more blocks return lists of one entry and of two, in a drawn order.
+    """
+
+    def __init__(self, numbers: random.Random) -> None:
+        counts = numbers.sample((1, 2), 2)
+        super().__init__([Takes(), Takes(), *(Lists(WIDTH, count) for count in counts)])
+        self.counts = counts
         self.other = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
         made = self.blocks[0]({"left": self.stem(x), "rest": [self.other(x)]})
         same = made["left"] + made["rest"][0]
         made = self.blocks[1]({"left": same, "rest": [same]})
-        return self.head(made["left"] + made["rest"][0])
+        x = made["left"] + made["rest"][0]
+        for index, count in enumerate(self.counts, 2):
+            listed = self.blocks[index](x)
+            WATCH.returns(f"block {index}", listed)
+            x = torch.stack(tuple(entries(f"block {index}", listed, list, count))).sum(0)
+        return self.head(x)
 
 
 class Attributes(Stack):
@@ -421,7 +457,7 @@ def _layers(scenario: Scenario) -> Stack:
     if variant == "calls":
         return Calls(generator(scenario, "arguments"))
     if variant == "containers":
-        return Containers()
+        return Containers(generator(scenario, "containers"))
     if variant == "attributes":
         return Attributes()
     return Stack([Block(f"block {index}") for index in range(3)])

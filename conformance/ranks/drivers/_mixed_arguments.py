@@ -3,7 +3,7 @@ ranks only.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ INDICES = "indices"
 MASK = "mask"
 NUMBER = "number"
 _ROWS = 5
+# By their names, the results that a loss is made of, and their weights.
+_WEIGHTS = {"made": 1.0, "wave": 0.5, "detached": 0.25}
 
 
 class Mixes(nn.Module):
@@ -64,6 +66,22 @@ class Mixes(nn.Module):
         return tuple(results[name] for name in self.results)
 
 
+class Lists(nn.Module):
+    """A block whose result is a list.
+
+    Args:
+        width: of its input, and of the entries.
+        count: of its entries.
+    """
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x).tanh() for layer in self.layers]
+
+
 def drawn_results(numbers: random.Random) -> list[str]:
     """Return the names of a block's results: two tensors of floats with a gradient and a detached
     one, which does not come last of the three; and indices, a mask or None, one or two of these.
@@ -73,6 +91,41 @@ def drawn_results(numbers: random.Random) -> list[str]:
         names = numbers.sample(["made", "wave", "detached", *others], 3 + len(others))
         if names.index("detached") < max(names.index("made"), names.index("wave")):
             return names
+
+
+def lone_result(numbers: random.Random) -> list[str]:
+    """Return the name of the only result of a block: a tensor of floats with a gradient."""
+    return [numbers.choice(("made", "wave"))]
+
+
+def form(result: Any) -> str:
+    """Return the type of a result; of a tuple or list also its length."""
+    name = f"a {type(result).__name__}"
+    return f"{name} of length {len(result)}" if isinstance(result, tuple | list) else name
+
+
+def entries(block: str, result: Any, right: type, count: int) -> Sequence[Any]:
+    """Return the entries of a block's result.
+
+    A tensor in place of the only entry is taken for it, so that the run goes on.
+
+    Args:
+        block: its name.
+        result: that of the call.
+        right: the type of the block's own result, a tuple or a list.
+        count: the number of entries there.
+
+    Raises:
+        ValueError: the result has another number of entries.
+    """
+    if count == 1 and isinstance(result, torch.Tensor):
+        return (result,)
+    if not isinstance(result, tuple | list) or len(result) != count:
+        raise ValueError(
+            f"{block} returns {form(result)}, and a {right.__name__} of length {count} without "
+            "the wrapper"
+        )
+    return result
 
 
 def drawn_kinds(numbers: random.Random) -> list[str]:
@@ -128,16 +181,20 @@ class MixedCalls:
         block: without the wrapper.
         name: of the block, for records.
         numbers: all calls are drawn from these.
+        note: is called with the block's name and each result.
 
     Attributes:
         given: by name, the tensors of the last call that require a gradient.
     """
 
-    def __init__(self, block: Mixes, name: str, numbers: random.Random) -> None:
+    def __init__(
+        self, block: Mixes, name: str, numbers: random.Random, note: Callable[[str, Any], None]
+    ) -> None:
         self._kinds = block.kinds
         self._results = block.results
         self._name = name
         self._numbers = numbers
+        self._note = note
         self.given: dict[str, torch.Tensor] = {}
 
     def call(self, wrapped: nn.Module, like: torch.Tensor, ends_trained: bool) -> torch.Tensor:
@@ -162,8 +219,14 @@ class MixedCalls:
             *(values[name] for name in call.by_position),
             **{name: values[name] for name in call.by_keyword},
         )
-        found = dict(zip(self._results, results, strict=True))
-        total: torch.Tensor = found["made"] + found["wave"] / 2 + found["detached"].detach() / 4
+        self._note(self._name, results)
+        count = len(self._results)
+        made = entries(self._name, results, tuple, count)
+        found = dict(zip(self._results, made, strict=True))
+        if "detached" in found:
+            found["detached"] = found["detached"].detach()
+        weighted = [found[name] * weight for name, weight in _WEIGHTS.items() if name in found]
+        total = torch.stack(weighted).sum(0)
         if MASK in found:
             total = torch.where(found[MASK], total, total / 2)
         if INDICES in found:
