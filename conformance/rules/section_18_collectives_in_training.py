@@ -110,14 +110,15 @@ def recovery(run: Run, claims: Claims, found: Found) -> None:
     "Tensors may be parts of larger buffers",
     on=(VIEWS,),
     owns=(VIEWS,),
-    needs=("18.7", "18.9"),
+    needs=("18.7", "18.9", "18.10"),
     since="1.2",
     source="torch documentation, torch.distributed.all_gather: outputs are written to tensor_list; "
     "torch.Tensor.storage_offset; NCCL, In-place Operations; sharded optimizers, whose shard is a "
-    "part of the buffer",
-    remedy="output.copy_(result) in place of output.data = result or output.set_(result); the "
-    "storage read or written from its beginning; padding that is written too; outputs that are "
-    "cleared, or used as scratch, before all inputs are read",
+    "part of the buffer; Megatron-LM, whose asynchronous all_gather writes into one",
+    remedy="output.copy_(result) in place of output.data = result or output.set_(result), also in "
+    "wait(); the storage read or written from its beginning; padding that is written too, between "
+    "outputs that lie behind each other, too; outputs that are cleared, or used as scratch, before "
+    "all inputs are read",
 )
 def views(run: Run, claims: Claims, found: Found) -> None:
     """Inputs and outputs may be contiguous views of one buffer, at any offset: the messages are in
@@ -125,8 +126,12 @@ def views(run: Run, claims: Claims, found: Found) -> None:
 
     In every other call the input of an all_gather is the rank's own part of the outputs, and the
     output of a scatter or a reduce_scatter its part of the inputs, whose other parts keep their
-    values. The gaps, of 1 to 200 elements, are drawn from the session's seed.
+    values. In half of the calls tensors of a list have gaps of 1 to 200 elements between them. In
+    the others they lie behind each other, as list(buffer.chunk(n)) does. Half of the calls have
+    async_op=True, unless an error refuses it; one to three are under way at a time, and each rank
+    waits for them in an order of its own. All of it is drawn from the session's seed.
     """
+    note_refusal_of_async(run, found, "parts of larger buffers")
     for call in calls(run):
         require_call(run, claims, found, call)
         changed = call.event["changed_around"]

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 
 import torch
 
+from conformance.scenarios import collective_memory as memory
 from conformance.scenarios import collective_uneven as uneven
 from conformance.scenarios.collective import (
     CALLED,
@@ -62,6 +63,7 @@ from conformance.scenarios.collective_training import (
     OF_DTYPES,
     OF_LARGE,
     OF_OPERATIONS,
+    OF_VIEWS,
     ON_GROUPS,
     ONE_SIDED,
     OPERATED_FORMS,
@@ -77,7 +79,7 @@ from conformance.scenarios.model import Scenario
 Pair = tuple[int, int]
 
 # The variants whose calls are made in runs, and the most calls of a run, but for ``MIXED``.
-IN_RUNS = (MIXED, UNEVEN_PARTS, OF_DTYPES, OF_LARGE)
+IN_RUNS = (MIXED, UNEVEN_PARTS, OF_DTYPES, OF_LARGE, OF_VIEWS)
 _TOGETHER = 3
 POISON = ("nan", "infinite")
 
@@ -166,6 +168,8 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
         return _is_drawn_asynchronous(scenario, step, index)
     if scenario.variant == OF_DTYPES:
         return _is_drawn_asynchronous(scenario, step, index)
+    if scenario.variant == OF_VIEWS:
+        return index in memory.asynchronous_calls(scenario, step)
     if scenario.variant == OF_LARGE:
         # One large message is among them.
         count = len(scenario.params)
@@ -336,12 +340,6 @@ def received(
     destination = 0 if collective in TO_ALL else place
     pairs = [(source, destination) for source in range(size)]
     return [tuple(pairs)] if collective in SUMMING else [(pair,) for pair in pairs]
-
-
-def is_in_place(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether a call of ``IN_OUTPUTS`` or ``IN_INPUTS`` shares the memory of input and output."""
-    first = random.Random(f"{scenario.session_seed}/in place").randrange(2)
-    return (first + step + index) % 2 == 0
 
 
 def shape_of(

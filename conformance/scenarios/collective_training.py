@@ -65,13 +65,15 @@ _RECOVERING_HALF = replace(
     prerequisite=_RECOVERING.name,
 )
 
+OF_VIEWS = "views"
 _VIEWS = replace(
     ORDERED,
     name="collective_views",
-    summary="inputs and outputs are parts of larger buffers, at drawn offsets; in every other call "
-    "one is a part of the other",
+    summary="inputs and outputs are parts of larger buffers, at drawn offsets, or each behind the "
+    "other; in every other call one is a part of the other; half of the calls have async_op=True, "
+    "one to three at a time",
     steps=("crafted", "normal"),
-    variant="views",
+    variant=OF_VIEWS,
 )
 
 UNEVEN_PARTS = "uneven"
@@ -246,8 +248,10 @@ def draw_recovering_half(scenario: Scenario, numbers: random.Random) -> Scenario
 
 
 def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw matrices of 10 to 40 and of 300 to 900 elements; the offsets are drawn by the driver."""
-    sizes = (numbers.randint(10, 40), numbers.randint(300, 900))
+    """Draw three matrices of 10 to 40 and three of 300 to 900 elements, in turn; the offsets are
+    drawn by the driver.
+    """
+    sizes = [numbers.randint(*ends) for _ in range(3) for ends in ((10, 40), (300, 900))]
     return replace(scenario, params=tuple(matrix(size, numbers) for size in sizes))
 
 

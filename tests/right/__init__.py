@@ -89,6 +89,7 @@ _MODULES = (
     "collectives_on_other_paths",
     "collectives_with_plans",
     "collectives_in_pieces",
+    "collectives_in_buffers",
     "collectives_of_uneven_parts",
     "states_of_each_rank",
     "sparse_rows",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conformance.scenarios import collective_memory as memory
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import FORMS, OF_UNEVEN_SIZES, SUMMING
 from conformance.scenarios.collective_conditions import MIXED_CALLS
@@ -14,6 +15,7 @@ from conformance.scenarios.collective_training import (
     OPERATED,
     OPERATED_FORMS,
     UNEVEN,
+    VIEWS,
     WITH_CALLS_OUTSIDE,
     WITH_LARGE_PART,
 )
@@ -148,3 +150,24 @@ def test_calls_outside_come_before_others_and_meanwhile() -> None:
         messages.outside_too(scenario, *place) for place in itertools.product(steps, indices)
     ]
     assert {*moments} == {"before", messages.MEANWHILE, ""}
+
+
+def test_parts_of_buffers_are_in_all_places_in_calls_of_both_kinds() -> None:
+    """Some asynchronous calls share memory; some synchronous calls have tensors behind each
+    other.
+    """
+    for seed in range(20):
+        scenario = replace(drawn(VIEWS, seed), options=("all_gather",))
+        seen = set()
+        for step in range(len(scenario.steps)):
+            runs = messages.runs(scenario, step)
+            assert [index for run in runs for index in run] == [*range(6)]
+            assert max(map(len, runs)) == 3 or step
+            places = [memory.place_in_buffer(scenario, step, index) for index in range(6)]
+            assert sorted(places) == [memory.ADJACENT] * 2 + [memory.APART] * 3 + [memory.WHOLE]
+            waits = [messages.is_asynchronous(scenario, step, index) for index in range(6)]
+            assert sum(waits) == 3
+            seen |= {
+                (waits[index], memory.is_in_place(scenario, step, index)) for index in range(6)
+            }
+        assert len(seen) == 4

@@ -4,6 +4,8 @@ import random
 
 import torch
 
+from conformance.scenarios.collective_memory import APART, WHOLE
+
 _AROUND = 7.0  # the elements of the buffer that belong to no tensor
 
 
@@ -12,18 +14,26 @@ class Buffers:
 
     Args:
         tensors: the tensors; all have one dtype, a floating-point one.
-        draw: draws the gaps, of 1 to 200 elements.
+        draw: draws the gaps: of 1 to 200 elements between tensors, and of 0 to 200 at both ends.
+        place: ``APART``; or ``ADJACENT``, without gaps between tensors; or ``WHOLE``, without any.
 
     Attributes:
         views: contiguous views of the buffer, one for each tensor.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], draw: random.Random) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], draw: random.Random, place: str = APART
+    ) -> None:
         self._places: list[tuple[int, torch.Size]] = []
-        end = draw.randint(1, 200)
+        of_ends = 0 if place == WHOLE else 200
+        end = draw.randint(0, of_ends)
         for tensor in tensors:
+            if self._places and place == APART:
+                # All ranks have a gap here: a subject may look for tensors without one.
+                end += draw.randint(1, 200)
             self._places.append((end, tensor.shape))
-            end += tensor.numel() + draw.randint(1, 200)
+            end += tensor.numel()
+        end += draw.randint(0, of_ends)
         first = tensors[0] if tensors else torch.empty(0)
         self._buffer = torch.full((end,), _AROUND, dtype=first.dtype, device=first.device)
         self.views = self.parts()

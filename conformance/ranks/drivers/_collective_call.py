@@ -15,6 +15,7 @@ from conformance.ranks.drivers._buffers import Buffers
 from conformance.ranks.drivers._handles import Handle
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
+from conformance.scenarios import collective_memory as memory
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import (
     IN_INPUTS,
@@ -26,6 +27,7 @@ from conformance.scenarios.collective import (
     SUMMING,
     operation_of,
 )
+from conformance.scenarios.collective_training import OF_VIEWS
 from conformance.scenarios.failing_collectives import FUTURE_FAILS
 from conformance.scenarios.gradients import lay_out
 
@@ -119,13 +121,14 @@ class CollectiveCall:
                 self._share_memory_of_output()
         self.buffers: Buffers | None = None
         self.is_in_input = False
-        if scenario.variant == "views":
+        if scenario.variant == OF_VIEWS:
             draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
-            inputs = Buffers(self.inputs, draw)
+            in_buffer = memory.place_in_buffer(scenario, step, index)
+            inputs = Buffers(self.inputs, draw, in_buffer)
             self.inputs = inputs.views
-            self.buffers = Buffers(self.outputs, draw)
+            self.buffers = Buffers(self.outputs, draw, in_buffer)
             self.outputs = list(self.buffers.views)
-            if messages.is_in_place(scenario, step, index):
+            if memory.is_in_place(scenario, step, index):
                 self._share_memory(collective, inputs)
         self.handed = list(self.outputs)
         self.before = [digest(tensor) for tensor in self.inputs]
