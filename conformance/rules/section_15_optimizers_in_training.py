@@ -13,6 +13,7 @@ from conformance.judging.common_rules import (
 from conformance.judging.oracles.loaded_states import require_refused_by_all
 from conformance.judging.oracles.optimizer import require_right, require_steps_with_some_gradient
 from conformance.judging.oracles.optimizer_calls import (
+    require_empty_group_refused_by_all,
     require_own_entries,
 )
 from conformance.judging.oracles.optimizer_gradients import construction, takes_averager
@@ -154,7 +155,8 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     "rows, that is dropped after some steps without a gradient or with zeros, or while it is "
     "frozen, or if a group is added then; one count of steps for a group of parameters; a "
     "zero_grad() that clears the parameters that are trained now, or were at first; a step that is "
-    "captured, with the options of its groups: capture it anew if one of them is written",
+    "captured, with the options of its groups: capture it anew if one of them is written; a loop "
+    "over the groups that ends at one without a gradient, as by break in place of continue",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
@@ -166,7 +168,9 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     One whose first gradient comes late begins as in a first step. The optimizer is SGD with
     momentum, and Adam or AdamW. For 260 to 300 steps in a row a parameter has no gradient, and
     another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
-    alone, and two are trained from the 20th to 250th step on. Of four more the gradients are zeros,
+    alone, and two are trained from the 20th to 250th step on. At the end a whole group in front of
+    another one is frozen for 2 to 6 steps, and has no gradient for 2 to 6 more, and in one step no
+    parameter has a gradient on any rank. Of four more the gradients are zeros,
     in whole or in some rows, for as many steps in a row or in turns. Meanwhile a group is added:
     parameters that are frozen then, or have no gradient, keep their states. Options of groups are
     written twice, once after 12 to 60 steps in which no group has changed, and once after 150 or
@@ -384,13 +388,16 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.optim, Per-parameter options; layer-wise decay of the "
     "learning rate, with two groups for each layer; flattened models, such as an LSTM on a GPU",
     remedy="a list of options for a few groups; groups that are joined beyond a number; tied "
-    "weights that are recognised by their storage, which views of a flat buffer share",
+    "weights that are recognised by their storage, which views of a flat buffer share; a loop over "
+    "the groups that ends at an empty one, as by break in place of continue",
 )
 def many_groups(run: Run, claims: Claims, found: Found) -> None:
     """With 12 to 40 parameter groups each parameter is stepped with the options of its own group,
     and with those of the construction that its group leaves out. A group of one parameter has the
     parameter itself in place of a list, as torch's optimizers take it; a list, if that raises an
-    error. All parameters are views of one flat buffer. Values between the views are not judged.
+    error. In front of a drawn group there is one without a parameter, unless an error on every rank
+    refuses that. All parameters are views of one flat buffer. Values between the views are not
+    judged.
 
     The number of groups, their parameters, their options, their places in the buffer, and the gaps
     between them, are drawn from the session's seed.
@@ -398,6 +405,7 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
         return
+    require_empty_group_refused_by_all(run, found)
     require_right(run, found)
 
 

@@ -100,6 +100,21 @@ def many_groups(params: int, draw: random.Random, most: int = 40) -> Setting:
     )
 
 
+def with_empty_group(plan: Setting, draw: random.Random) -> Setting:
+    """Return a plan with one more group, which has no parameter: it is in front of another one.
+
+    A list of all biases, or of a frozen part, may be empty.
+    """
+    place = draw.randrange(len(plan.groups))
+    empty: Group = ((), draw.choice(plan.groups)[1])
+    return replace(plan, groups=(*plan.groups[:place], empty, *plan.groups[place:]))
+
+
+def without_empty_groups(plan: Setting) -> Setting:
+    """Return a plan without the groups that have no parameters."""
+    return replace(plan, groups=tuple(group for group in plan.groups if group[0]))
+
+
 def groups_together(params: int, draw: random.Random) -> Setting:
     """Divide the parameters among 12 to 24 groups; every other step rewrites some options."""
     plan = many_groups(params, draw, most=24)

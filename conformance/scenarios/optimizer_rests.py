@@ -6,8 +6,9 @@ torch.optim keeps the state of a parameter that has no gradient, however long th
 count of steps is each parameter's own. Under DDP, or after ``zero_grad(set_to_none=False)``, such a
 parameter has a gradient of zeros: it is stepped, and its moments decay. So do those of the rows of
 an embedding whose tokens do not occur. Options of groups stay as they are for many steps, and are
-written then: a step that was captured, as in a CUDA graph, holds the old ones. All numbers are
-drawn from the session's seed.
+written then: a step that was captured, as in a CUDA graph, holds the old ones. A frozen backbone is
+a group without any gradient, in front of others that have some. All numbers are drawn from the
+session's seed.
 """
 
 import math
@@ -27,7 +28,8 @@ RESTS = replace(
     summary="of twelve parameters seven have no gradient in many steps: for up to 300 steps in a "
     "row, in turns, in all steps but every so many, or until their first one; three are frozen "
     "then; four more have gradients of zeros, in whole or in some rows; a group is added "
-    "meanwhile; options of groups are written after many steps without a change",
+    "meanwhile; options of groups are written after many steps without a change; at the end one "
+    "group rests as a whole, twice, and in one step no parameter has a gradient",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
@@ -56,6 +58,8 @@ _UNCHANGED = (12, 60)
 _LONG_UNCHANGED = 150
 # So many steps are left after the last write.
 _STEPS_AFTER = 5
+# The number of steps of each rest of a whole group.
+_COMMON = (2, 6)
 # Gradients come again after so many steps, but for their zeros: they take long to make.
 _INPUTS = (25, 40)
 _VARIANTS = (RESTS.variant, RESTS_OF_ADAM.variant)
@@ -77,6 +81,25 @@ class Rest:
     zeros: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True)
+class CommonRest:
+    """The steps in which all parameters of a group have no gradient on any rank.
+
+    Attributes:
+        place: of the group, which is not the last one.
+        indices: its parameters.
+        frozen: the steps in which they are frozen.
+        without: the steps in which they are not.
+        nothing: one more step, in which no parameter of any group has a gradient.
+    """
+
+    place: int
+    indices: tuple[int, ...]
+    frozen: range
+    without: range
+    nothing: int
+
+
 def rests(scenario: Scenario) -> bool:
     """Whether parameters of a scenario rest."""
     return scenario.variant in _VARIANTS
@@ -84,6 +107,11 @@ def rests(scenario: Scenario) -> bool:
 
 def rests_at(scenario: Scenario, step: int, index: int, *, frozen: bool) -> bool:
     """Whether a parameter has no gradient at a step, and is frozen then or is not."""
+    common = common_rest(scenario)
+    if step == common.nothing:
+        return not frozen
+    if index in common.indices and (step in common.frozen or step in common.without):
+        return (step in common.frozen) is frozen
     rest = _plan(scenario.session_seed, scenario.name)[index]
     return step in rest.steps and rest.zeros is None and rest.is_frozen is frozen
 
@@ -105,6 +133,11 @@ def zeros_at(scenario: Scenario, step: int, index: int) -> range:
 def rests_of(scenario: Scenario) -> tuple[Rest, ...]:
     """Return the rests of all parameters."""
     return _plan(scenario.session_seed, scenario.name)
+
+
+def common_rest(scenario: Scenario) -> CommonRest:
+    """Return the rest of a whole group."""
+    return _common_rest(scenario.session_seed, scenario.name)
 
 
 def step_of_gradients(scenario: Scenario, step: int) -> int:
@@ -165,22 +198,46 @@ def _turns(draw: random.Random) -> Iterable[int]:
 
 
 @lru_cache
-def _setting(seed: int, name: str, wrapped: str) -> Setting:
-    draw = generator(_scenario(seed, name), "options")
-    options = _options(draw, wrapped)
-    # The parameter that never rests is in a group that is added while others rest: one of these is
-    # frozen and has a state, and so has another one without a gradient.
+def _common_rest(seed: int, name: str) -> CommonRest:
+    draw = generator(_scenario(seed, name), "common rest")
+    # All other rests but the seldom use are over by then, and options are written before the end.
+    begin = draw.randint(_FIRST_STEPS[1] + _LONG[1], _FIRST_STEPS[1] + _LONG[1] + 5)
+    rests = []
+    for _ in range(2):
+        rests.append(range(begin, begin + draw.randint(*_COMMON)))
+        begin = rests[-1].stop + draw.randint(1, 3)
+    frozen, without = draw.sample(rests, 2)
+    place = draw.randrange(2)
+    last = len(RESTS.steps) - _STEPS_AFTER - 1
+    nothing = draw.randint(begin, last)
+    return CommonRest(place, _members(seed, name)[place], frozen, without, nothing)
+
+
+@lru_cache
+def _members(seed: int, name: str) -> tuple[tuple[int, ...], ...]:
+    """Return the parameters of the groups.
+
+    The parameter that never rests is in a group that is added while others rest: one of these is
+    frozen and has a state, and so has another one without a gradient.
+    """
+    draw = generator(_scenario(seed, name), "groups")
     late = _plan(seed, name).index(Rest(frozenset()))
     others = [index for index in range(len(RESTS.params)) if index != late]
     draw.shuffle(others)
     half = draw.randint(4, len(others) - 4)
-    members = (tuple(sorted(others[:half])), tuple(sorted(others[half:])), (late,))
+    return tuple(sorted(others[:half])), tuple(sorted(others[half:])), (late,)
+
+
+@lru_cache
+def _setting(seed: int, name: str, wrapped: str) -> Setting:
+    draw = generator(_scenario(seed, name), "options")
+    options = _options(draw, wrapped)
     added = draw.randint(_FIRST_STEPS[1] + 1, _FIRST_STEPS[0] + _LONG[0] - 1)
     return Setting(
         warmup=draw.randint(5, 30),
         period=draw.randint(15, 40),
         options=options,
-        groups=tuple((indices, options) for indices in members),
+        groups=tuple((indices, options) for indices in _members(seed, name)),
         added=(added,),
         changes={
             step: _written(draw, wrapped, 2 if step < added else 3)

@@ -25,6 +25,7 @@ from conformance.scenarios.optimizer_groups import (
     groups_together,
     leaving_out,
     many_groups,
+    with_empty_group,
 )
 from conformance.scenarios.optimizer_in_half import HALF, is_closed_in_half
 from conformance.scenarios.optimizer_in_half import setting_in_half as with_groups_in_half
@@ -185,8 +186,9 @@ LONG = replace(
 MANY_GROUPS = replace(
     PLAIN,
     name="optimizer_many_groups",
-    summary="12 to 40 parameter groups with options of their own; their number is drawn; all "
-    "parameters are views of one flat buffer, in a drawn order and with drawn gaps",
+    summary="12 to 40 parameter groups with options of their own, and an empty one in front of "
+    "one of them; their number is drawn; all parameters are views of one flat buffer, in a drawn "
+    "order and with drawn gaps",
     steps=("normal",) * 5,
     world_sizes=(2,),
     variant="many_groups",
@@ -309,7 +311,8 @@ def _plan_of(scenario: Scenario) -> Setting:
         case "adam_options":
             return _adam_options(generator(scenario))
         case "many_groups":
-            return many_groups(len(scenario.params), generator(scenario, "groups"))
+            draw = generator(scenario, "groups")
+            return with_empty_group(many_groups(len(scenario.params), draw), draw)
         case "together":
             draw = shared_generator(scenario, "groups")
             return groups_together(len(scenario.params), draw)

@@ -8,6 +8,7 @@ import expecttest
 from conformance.judging.oracles.optimizer import require_steps_with_some_gradient
 from conformance.judging.oracles.optimizer_calls import (
     require_calls_under_scaler,
+    require_empty_group_refused_by_all,
     require_own_entries,
     require_right_with_rates,
 )
@@ -18,7 +19,7 @@ from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import CLOSURE, PLAIN, RANDOM, SAVED
 from conformance.scenarios.optimizer_states import RESTORED_RATES, SCALED
-from conformance.scenarios.optimizer_training import RESUMED_GROUPS, plan_of
+from conformance.scenarios.optimizer_training import MANY_GROUPS, RESUMED_GROUPS, plan_of
 from tests.made_runs import event, read_failures, refused
 
 OPTIONS = {"lr": 0.125, "momentum": 1.0}  # more digits at each step with 0.5
@@ -279,3 +280,18 @@ def test_optimizers_without_learning_rates_in_tensors_are_noted() -> None:
     assert found.notes == [
         "optimizer_restored_rates@2: learning rates are numbers, since no tensors"
     ]
+
+
+def test_a_group_without_parameters_is_refused_by_all_ranks_or_by_none() -> None:
+    refusal = event("refuses_empty_group", -1, why="ValueError: empty")
+    found = Found()
+    run = Run(MANY_GROUPS, 2, [RankRecord(rank, [], Tensors(rank)) for rank in range(2)])
+    require_empty_group_refused_by_all(noted(run, refusal), found)
+    assert not found.failures
+    assert found.notes == ["optimizer_many_groups@2: no group is empty, since ValueError: empty"]
+    ranks = [RankRecord(0, [], Tensors(0)), RankRecord(1, [Event(refusal)], Tensors(1))]
+    found = Found()
+    require_empty_group_refused_by_all(Run(MANY_GROUPS, 2, ranks), found)
+    (failure,) = found.failures
+    assert failure.expected == "the same answer of all ranks to a group without a parameter"
+    assert failure.actual == "rank 1 refuses it, and rank 0 does not"

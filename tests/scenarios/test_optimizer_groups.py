@@ -5,10 +5,18 @@ from dataclasses import replace
 
 import pytest
 
+from conformance.scenarios.draws import drawn
 from conformance.scenarios.optimizer import GROUPS
-from conformance.scenarios.optimizer_groups import OF_SGD, few_groups, leaving_out, many_groups
+from conformance.scenarios.optimizer_groups import (
+    OF_SGD,
+    few_groups,
+    leaving_out,
+    many_groups,
+    without_empty_groups,
+)
 from conformance.scenarios.optimizer_training import (
     ADAM_OPTIONS,
+    MANY_GROUPS,
     OPTIONS,
     SAVED_GROUPS,
     plan_of,
@@ -57,3 +65,12 @@ def test_the_rate_is_left_out_at_times_and_each_parameter_is_in_one_group() -> N
     for plan in plans:
         assert sorted(index for indices, _ in plan.groups for index in indices) == list(range(50))
     assert any("lr" not in options for plan in plans for _, options in plan.groups)
+
+
+def test_an_empty_group_is_in_front_of_another_one() -> None:
+    for seed in SEEDS:
+        plan = plan_of(drawn(MANY_GROUPS, seed))
+        places = [place for place, (indices, _) in enumerate(plan.groups) if not indices]
+        assert len(places) == 1
+        assert places[0] < len(plan.groups) - 1
+        assert all(indices for indices, _ in without_empty_groups(plan).groups)

@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 
 from conformance.scenarios.draws import drawn
+from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_gradients import freezes_late, has_gradient, is_frozen
 from conformance.scenarios.optimizer_repeats import (
     ALL,
@@ -12,7 +13,13 @@ from conformance.scenarios.optimizer_repeats import (
     repeated,
     source_step,
 )
-from conformance.scenarios.optimizer_rests import RESTS, RESTS_OF_ADAM, rests_of, zeros_at
+from conformance.scenarios.optimizer_rests import (
+    RESTS,
+    RESTS_OF_ADAM,
+    common_rest,
+    rests_of,
+    zeros_at,
+)
 from conformance.scenarios.optimizer_states import RESTORED_OPTIONS, RESTORED_RATES
 from conformance.scenarios.optimizer_training import (
     EMPTY,
@@ -45,10 +52,42 @@ def test_rests_are_long_and_short_with_and_without_frozen_parameters() -> None:
             assert sum(0 < length < 260 for length in lengths) == 2
         for index in range(len(scenario.params)):
             for step in range(len(scenario.steps)):
+                if rests_in_common(scenario, step, index):
+                    continue
                 rest = rests_of(scenario)[index]
                 assert is_frozen(scenario, step, index) == (rest.is_frozen and step in rest.steps)
                 rests = step in rest.steps and rest.zeros is None
                 assert has_gradient(scenario, 2, 1, step, index) is not rests
+
+
+def rests_in_common(scenario: Scenario, step: int, index: int) -> bool:
+    common = common_rest(scenario)
+    rests = step in common.frozen or step in common.without
+    return step == common.nothing or (rests and index in common.indices)
+
+
+def test_a_group_in_front_of_another_one_rests_frozen_and_thawed() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
+            common = common_rest(scenario)
+            plan = plan_of(scenario)
+            assert plan.groups[common.place][0] == common.indices
+            for step in (*common.frozen, *common.without):
+                frozen = {is_frozen(scenario, step, index) for index in common.indices}
+                assert frozen == {step in common.frozen}
+                assert not any(has_gradient(scenario, 2, 0, step, i) for i in common.indices)
+                behind = [i for indices, _ in plan.groups[common.place + 1 :] for i in indices]
+                assert any(has_gradient(scenario, 2, 0, step, index) for index in behind)
+            every = range(len(scenario.params))
+            steps = range(len(scenario.steps))
+            nobody = [
+                step
+                for step in steps
+                if not any(has_gradient(scenario, 2, 1, step, index) for index in every)
+            ]
+            assert nobody == [common.nothing]
+            assert not any(is_frozen(scenario, common.nothing, index) for index in every)
+            assert max(*common.frozen, *common.without, common.nothing) < len(steps) - 5
 
 
 def test_gradients_are_zeros_for_long_and_in_turns_as_a_whole_and_in_rows() -> None:

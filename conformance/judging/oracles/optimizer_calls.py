@@ -86,6 +86,20 @@ def _require_tensor_rates(run: Run, found: Found) -> None:
             )
 
 
+def require_empty_group_refused_by_all(run: Run, found: Found) -> None:
+    """Require that all ranks refuse a group without a parameter, if one does."""
+    refusals = [rank.first("refuses_empty_group") for rank in run.ranks]
+    for rank, refusal in zip(run.ranks, refusals, strict=True):
+        found.require(
+            (refusal is None) is (refusals[0] is None),
+            "the same answer of all ranks to a group without a parameter",
+            f"rank {rank.rank} {'takes' if refusal is None else 'refuses'} it, and rank "
+            f"{run.ranks[0].rank} does not",
+        )
+    if refusals[0] is not None:
+        found.note(f"{run.name}: no group is empty, since {refusals[0]['why']}")
+
+
 def require_own_entries(run: Run, found: Found) -> None:
     """Require that the user's own entries stay in parameter groups, also through a state.
 

@@ -16,6 +16,7 @@ from conformance.ranks.drivers._optimizer_backwards import give_gradient_dtypes
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.optimizer import READ_ONCE, Setting
+from conformance.scenarios.optimizer_groups import without_empty_groups
 from conformance.scenarios.optimizer_training import MANY_GROUPS, USER_OPTIMIZER, wrapped_class
 
 # The kit chooses these options, since the right values of parameters depend on them.
@@ -68,6 +69,28 @@ class Construction:
         self._is_regrouped = bool(driver.saved and setting.regrouped)
 
     def make(self, names: set[str]) -> Any:
+        """Return the subject's optimizer, without a group that has no parameters if that raises.
+
+        Args:
+            names: those in the target's signature.
+
+        Raises:
+            TargetError: the signature takes no optimizer, or what it returns is none.
+        """
+        without = without_empty_groups(self._setting)
+        if without.groups == self._setting.groups:
+            return self._made(names)
+        activity = self._driver.activity
+        try:
+            return self._made(names)
+        except Exception as error:
+            self._driver.activity = activity
+            why = f"{type(error).__name__}: {error}"[:300]
+            self._driver.recorder.event("refuses_empty_group", why=why)
+        self._setting = without
+        return self._made(names)
+
+    def _made(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and record the options that it has taken.
 
         Args:
