@@ -381,12 +381,13 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     continues its schedule. The model's parameters stay as they are while the state is saved or
     loaded: the trainer saves and loads the model itself.
 
-    Its state is its state_dict() or, if it has none, its attribute ``step``.
+    Its state is its state_dict() or, if it has none, its attribute ``step``, unless that is a
+    method.
     """
     event = run.ranks[0].first("saved") or run.ranks[0].first("loaded")
     if event and event["nothing"]:
         found.does_not_apply(
-            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint"
+            "it has neither state_dict() nor a count: its schedule begins anew after a checkpoint"
         )
         return
     require_parameters_left(run, found)

@@ -217,7 +217,7 @@ def saved_early(run: Run, claims: Claims, found: Found) -> None:
     event = rank.first("saved") or rank.first("loaded") or rank.first("not_rolled_back")
     if event and event.get("nothing"):
         found.does_not_apply(
-            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint"
+            "it has neither state_dict() nor a count: its schedule begins anew after a checkpoint"
         )
         return
     if rank.first("not_rolled_back"):

@@ -188,11 +188,41 @@ class KeepsWeightsAside:
         self.weights = saved["weights"]
 
 
+class CountsInStep:
+    """Count the calls of ``step()``, which averages in each so many-th: accelerate's LocalSGD.
+
+    The count is not saved: it begins anew with an epoch.
+    """
+
+    def __init__(self, process_group, period):
+        self.group = process_group
+        self.period = period
+        self.calls = 0
+        self.params = []
+
+    @torch.no_grad()
+    def step(self):
+        self.calls += 1
+        if self.calls % self.period:
+            return
+        for parameter in self.params:
+            mine = parameter.detach().double().contiguous()
+            others = [torch.empty_like(mine) for _ in range(self.group.size())]
+            dist.all_gather(others, mine, group=self.group)
+            parameter.copy_(torch.stack(others).mean(0))
+
+    def average_parameters(self, params):
+        self.params = list(dict.fromkeys(_each(params)))
+        self.step()
+        self.params = []
+
+
 OF = {"kind": "averager"}
 RIGHT = (
     Right("RunningMean,period=4,warmup_steps=6", **OF),
     Right("Concatenates,period=3,warmup_steps=5", **OF),
     Right("AgreesOnGradients,period=4", **OF),
     Right("OfItsRank,period=3,warmup_steps=4", **OF),
+    Right("CountsInStep,period=4", "periodic(period=4, warmup_steps=3)", **OF),
     Right("KeepsWeightsAside", "like(EMAModelAverager, decay=0.999)", **OF),
 )

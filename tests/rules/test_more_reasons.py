@@ -239,19 +239,19 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "14.11",
             having(averaged, "saved", nothing=True),
             "",
-            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint",
+            "it has neither state_dict() nor a count: its schedule begins anew after a checkpoint",
         ),
         (
             "14.19",
             having(averaged, "saved", nothing=True),
             "",
-            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint",
+            "it has neither state_dict() nor a count: its schedule begins anew after a checkpoint",
         ),
         (
             "14.19",
             having(averaged, "not_rolled_back", nothing=True),
             "",
-            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint",
+            "it has neither state_dict() nor a count: its schedule begins anew after a checkpoint",
         ),
         (
             "14.19",

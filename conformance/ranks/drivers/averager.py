@@ -62,6 +62,14 @@ from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.moved_parameters import REPLACED, specs_at, way
 
 
+def _counts(averager: Any) -> bool:
+    """Return whether an averager has a count of steps, the only state of torch's averagers.
+
+    A method ``step()`` is no count.
+    """
+    return hasattr(averager, "step") and not callable(averager.step)
+
+
 @dataclass(frozen=True)
 class _Call:
     """The side effects of a call.
@@ -383,8 +391,7 @@ class AveragerDriver(RankDriver):
         with self._saving_or_loading("state_dict"):
             if hasattr(averager, "state_dict"):
                 self.save(averager.state_dict())
-            elif hasattr(averager, "step"):
-                # As torch's averagers, whose only state is their count of steps.
+            elif _counts(averager):
                 self.save({"step": averager.step})
             else:
                 self.save(None)
@@ -397,7 +404,7 @@ class AveragerDriver(RankDriver):
 
     def _has_state(self) -> bool:
         averager = self.trainee.averager
-        return hasattr(averager, "state_dict") or hasattr(averager, "step")
+        return hasattr(averager, "state_dict") or _counts(averager)
 
     def _load_averager(self) -> None:
         averager = self.trainees[0].averager
