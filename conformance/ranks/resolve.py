@@ -1,5 +1,6 @@
 """From the strings that name a subject to its objects. Runs in ranks only: it imports user code."""
 
+import ast
 import difflib
 import enum
 import functools
@@ -8,8 +9,9 @@ import importlib
 import importlib.metadata
 import inspect
 import shlex
+import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -85,10 +87,47 @@ class Factory:
         )
 
 
+# Names of classes whose objects can be read again; an iterator can be read once.
+_LISTS = {"List", "list", "Tuple", "tuple", "Collection", "Sequence", "MutableSequence"}
+_LISTS |= {"ParameterList"}
+
+
 def _is_of_lists(annotation: Any) -> bool:
+    """Return whether an annotation takes lists or sequences and, except for None, nothing else."""
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
     if isinstance(annotation, str):  # as under ``from __future__ import annotations``
-        return annotation.partition("[")[0].rpartition(".")[2] in ("list", "List", "Sequence")
-    return typing.get_origin(annotation) in (list, Sequence) or annotation in (list, Sequence)
+        try:
+            return _is_text_of_lists(ast.parse(annotation.strip(), mode="eval").body)
+        except SyntaxError:
+            return False
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        members = [one for one in typing.get_args(annotation) if one is not types.NoneType]
+        return all(_is_of_lists(one) for one in members)
+    return getattr(origin or annotation, "__name__", "") in _LISTS
+
+
+def _is_text_of_lists(node: ast.expr) -> bool:
+    """Return the same of the parsed text of an annotation."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _is_of_lists(node.value)
+    if isinstance(node, ast.BinOp):
+        return _are_all_of_lists([node.left, node.right])
+    name = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
+    name = name.rpartition(".")[2]
+    if isinstance(node, ast.Subscript) and name in ("Optional", "Union"):
+        members = node.slice
+        return _are_all_of_lists(members.elts if isinstance(members, ast.Tuple) else [members])
+    return name in _LISTS
+
+
+def _are_all_of_lists(members: list[ast.expr]) -> bool:
+    return all(
+        _is_text_of_lists(one)
+        for one in members
+        if not (isinstance(one, ast.Constant) and one.value is None)
+    )
 
 
 @dataclass

@@ -141,7 +141,7 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     average, without one after each step. Parameters are right up to roundings.
 
     ``params`` is an iterator that can be read once, as model.parameters() is one; a list, if that
-    raises an error.
+    raises an error, or if the signature says that it is a list or a sequence.
     """
     require_right(run, found)
     if run.world == 1:
@@ -179,7 +179,7 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     group from add_param_group from its next step on; parameters in no group keep their values.
     Options that a group leaves out, an added one too, are those of the construction. The
     user's own entries in a group, such as a name, stay there. The groups come in an iterator, or in
-    a list if that raises an error. The group from add_param_group has its parameters as an
+    a list as in 15.4. The group from add_param_group has its parameters as an
     iterator, as model.head.parameters() is one, which can be read once.
     Before drawn steps, zero_grad() of the optimizer clears the gradients of all groups. All of it
     holds for parameters of float16 or bfloat16, too, which is drawn, or an error on every rank

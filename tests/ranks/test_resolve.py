@@ -4,8 +4,8 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Optional, Union
 
 import pytest
 import torch
@@ -250,6 +250,20 @@ def test_the_saved_object_of_a_set_up_must_have_a_state_dict(pool: Pool) -> None
         (Sequence[torch.nn.Parameter], True),
         ("list[torch.nn.Parameter]", True),
         ("typing.List[torch.Tensor]", True),
+        (Collection[torch.nn.Parameter], True),
+        (tuple[torch.nn.Parameter, ...], True),
+        (torch.nn.ParameterList, True),
+        (list[torch.nn.Parameter] | None, True),
+        (Union[list[torch.nn.Parameter], list[dict[str, Any]]], True),  # noqa: UP007
+        (Optional["list[torch.nn.Parameter]"], True),
+        ("Optional[List[torch.nn.Parameter]]", True),
+        ("t.Union[t.List[torch.nn.Parameter], 't.Sequence[dict]']", True),
+        ("list[torch.nn.Parameter] | list[dict] | None", True),
+        ("nn.ParameterList", True),
+        (list[torch.nn.Parameter] | Iterable[torch.nn.Parameter], False),
+        ("list[torch.nn.Parameter] | Iterator[torch.nn.Parameter]", False),
+        ("Optional[Iterable[torch.nn.Parameter]]", False),
+        ("no annotation", False),
         (Iterable[torch.nn.Parameter], False),
         ("Iterable[torch.nn.Parameter]", False),
         (None, False),

@@ -61,6 +61,7 @@ _MODULES = (
     "averagers",
     "averagers_of_trainers",
     "optimizer_wrappers",
+    "optimizers_of_trainers",
     "optimizers_in_half",
     "optimizers_that_capture",
     "optimizers_of_layouts",

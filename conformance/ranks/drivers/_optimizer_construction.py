@@ -134,7 +134,9 @@ class Construction:
         def given() -> list[Any]:
             return self._first_groups() if is_grouped else list(self._params)
 
-        is_rare = self._driver.scenario.name in (*READ_ONCE, MANY_GROUPS.name)
+        is_rare = self._driver.scenario.name == MANY_GROUPS.name
+        if self._driver.scenario.name in READ_ONCE:
+            is_rare = not self._driver.target().requires_a_list("params")
         if is_rare and "params" in names:
             made = make_of_either(self._driver, make, partial(self._rarely, given), given)
         else:
