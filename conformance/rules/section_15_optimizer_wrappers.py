@@ -48,6 +48,7 @@ from conformance.scenarios.optimizer_states import SMALL_CHANGES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
 NO_AVERAGER = "it takes no averager"
+NO_ZEROS = "zero_grad(set_to_none=False) is not judged: zero_grad() has no such parameter"
 BASIC = ("15.1", "15.2", "15.3")
 
 
@@ -183,7 +184,11 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     iterator, as model.head.parameters() is one, which can be read once.
     Before drawn steps, zero_grad() of the optimizer clears the gradients of all groups. All of it
     holds for parameters of float16 or bfloat16, too, which is drawn, or an error on every rank
-    refuses them."""
+    refuses them.
+
+    An optimizer without add_param_group() gets all groups at its construction, here and in other
+    rules. The parameters of later ones have no gradients until their step.
+    """
     if run.scenario.variant == HALF.variant:
         require_right_in_half(run, found, closed=False)
         return
@@ -299,7 +304,10 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
 )
 def zero_grad(run: Run, claims: Claims, found: Found) -> None:
     """zero_grad() leaves every parameter without a gradient or with zeros;
-    zero_grad(set_to_none=False) leaves zeros."""
+    zero_grad(set_to_none=False) leaves zeros. This call is not judged if zero_grad() has no such
+    parameter: a trainer gets a TypeError then."""
+    if run.ranks[0].first("zeroed", takes_zeros=False):
+        found.note(NO_ZEROS)
     for rank in run.ranks:
         for event in rank.all("zeroed"):
             place = f"rank {rank.rank}, step {event['step']}"

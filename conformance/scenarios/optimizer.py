@@ -341,6 +341,8 @@ class Setting:
         written_entries: those that are written to parameter groups before a step, by step and by
             group.
         writes: the parameters that are written before a step, by step.
+        given_first: whether all groups are given at the construction, since the optimizer cannot
+            add any. The parameters of later ones have no gradient until their step.
     """
 
     warmup: int = 1
@@ -363,6 +365,7 @@ class Setting:
     new_entries: tuple[Mapping[str, Any], ...] = ()
     written_entries: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     writes: Mapping[int, Write] = field(default_factory=dict)
+    given_first: bool = False
 
     def groups_at(self, step: int) -> int:
         """Return how many of the groups there are in a step; -1 for those at the construction."""

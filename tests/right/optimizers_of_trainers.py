@@ -47,4 +47,45 @@ class ReadsListsTwice:
         return loss
 
 
-RIGHT = [Right("ReadsListsTwice", "averages", kind="optimizer")]
+class HasFixedGroups(ReadsListsTwice):
+    """The same without add_param_group(), as wrappers with flat buffers of gradients."""
+
+    add_param_group = None  # type: ignore[assignment]
+
+
+class HasFewMethods:
+    """Local SGD with the methods of fairseq's optimizers: no add_param_group(), and a zero_grad()
+    without arguments.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        self.optim = optim
+        self.averager = averager
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    def zero_grad(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def state_dict(self) -> list[Any]:
+        return [self.optim.state_dict(), self.averager.step]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        self.optim.load_state_dict(state[0])
+        self.averager.step = state[1]
+
+
+RIGHT = [
+    Right("ReadsListsTwice", "averages", kind="optimizer"),
+    Right("HasFixedGroups", "averages", kind="optimizer"),
+    Right("HasFewMethods", kind="optimizer"),
+]

@@ -24,6 +24,11 @@ from conformance.records.run import Run
 # Looking for causes takes longer than judging: only the first failures of a run have one.
 MAX_EXPLAINED = 50
 
+NO_ADDED_GROUPS = (
+    "groups that are added are not judged: it has no add_param_group(), and gets all groups at its "
+    "construction"
+)
+
 Judged = Callable[[int, int], bool]
 """Whether a parameter is judged, from a step and the parameter's index."""
 
@@ -31,10 +36,17 @@ Judged = Callable[[int, int], bool]
 def require_right(run: Run, found: Found, is_judged: Judged = lambda *_: True) -> None:
     """Require right parameters after every recorded step, or those that are judged."""
     right = right_steps(run)
+    note_added_groups(run, found)
     for rank, step in steps(run):
         for index in range(len(run.scenario.params)):
             if is_judged(step, index):
                 _require_parameter(run, found, right, rank, step, index)
+
+
+def note_added_groups(run: Run, found: Found) -> None:
+    """Note that no group is added, if the optimizer cannot add any."""
+    if run.ranks[0].first("adds_no_groups"):
+        found.note(NO_ADDED_GROUPS)
 
 
 def _require_parameter(

@@ -51,7 +51,11 @@ def _require_whole_call(run: Run, found: Found, rank: int, call: Mapping[str, An
         f"{place}: {missing} missing",
         "the averager was given copies" if call["others"] else "",
     )
-    lost = [index for index in call["without"] if has_own_gradient(run, rank, step, index)]
+    lost = [
+        index
+        for index in call["without"]
+        if index not in later and has_own_gradient(run, rank, step, index)
+    ]
     found.require(
         not lost,
         "gradients that stay until the averager was called",

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from conformance.judging.oracles.optimizer import note_added_groups
 from conformance.judging.oracles.optimizer_gradients import gradient_of_step
 from conformance.judging.oracles.optimizer_steps import result, steps
 from conformance.judging.verdict import Found
@@ -67,6 +68,7 @@ _EPS = torch.finfo(torch.float32).eps
 def require_clipped_steps(run: Run, found: Found) -> None:
     """Require that gradients are clipped by their norm, and that it is returned, if a number is."""
     clips = {}
+    note_added_groups(run, found)
     for rank, step in steps(run):
         grads = [gradient_of_step(run, rank, step, i) for i in range(len(run.scenario.params))]
         clip = clips[rank, step] = _clip_of(run, rank, step, grads)

@@ -40,7 +40,10 @@ def construction(run: Run, model: int = 0) -> dict[str, Any]:
     if not model:
         return run.ranks[0].one("made")
     # Another event of this name follows each of them.
-    return [event for event in run.ranks[0].all("made") if "options" in event][model]
+    made = [event for event in run.ranks[0].all("made") if "options" in event]
+    if again := run.ranks[0].first("adds_no_groups"):
+        del made[again["model"]]
+    return made[model]
 
 
 def takes_averager(run: Run) -> bool:

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from conformance.ranks.drivers._optimizer_use import gradients_left
+from conformance.ranks.drivers._optimizer_use import gradients_left, takes_set_to_none
 from conformance.records.recorder import Recorder
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import Setting
@@ -52,9 +52,14 @@ def _clear_by_optimizer(driver: Training, step: int) -> None:
 
 
 def zero_gradients(driver: Training, step: int) -> None:
-    """Call ``zero_grad()``, with zeros in every other step, and record the gradients that stay."""
-    keeps = bool(step % 2)
+    """Call ``zero_grad()``, with zeros in every other step, and record the gradients that stay.
+
+    If it has no parameter for zeros, it is called without.
+    """
+    takes_zeros = takes_set_to_none(driver.optimizer)
+    keeps = bool(step % 2) and takes_zeros
     options = {"set_to_none": False} if keeps else {}
     with driver.doing("zero_grad"):
         driver.optimizer.zero_grad(**options)
-    driver.recorder.event("zeroed", keeps=keeps, **gradients_left(driver.params))
+    left = gradients_left(driver.params)
+    driver.recorder.event("zeroed", keeps=keeps, takes_zeros=takes_zeros, **left)

@@ -158,7 +158,7 @@ class Construction:
         plan = self._setting
         groups = plan.regrouped if self._is_regrouped else plan.groups
         # The entries of a group that is added after a load are replaced by no state.
-        is_loaded = self._is_regrouped and number < self._loaded
+        is_loaded = self._is_regrouped and (plan.given_first or number < self._loaded)
         entries = plan.new_entries if is_loaded else plan.entries
         indices, options = groups[number]
         params = [self._params[index] for index in indices]
@@ -169,7 +169,7 @@ class Construction:
 
     def appended(self) -> list[dict[str, Any]]:
         """Return the groups that are added before a saved state is loaded."""
-        if not self._is_regrouped:
+        if not self._is_regrouped or self._setting.given_first:
             return []
         return [self.group(number) for number in range(self._first, self._loaded)]
 
@@ -181,6 +181,8 @@ class Construction:
     def _first(self) -> int:
         """The number of groups at the construction."""
         plan = self._setting
+        if plan.given_first:
+            return len(plan.groups)
         return self._loaded - plan.appended if self._is_regrouped else plan.groups_at(-1)
 
     @property

@@ -27,6 +27,22 @@ def takes_closure(optimizer: Any) -> bool:
     return True
 
 
+def has_added_groups(optimizer: Any) -> bool:
+    """Whether it has ``add_param_group()``."""
+    return callable(getattr(optimizer, "add_param_group", None))
+
+
+def takes_set_to_none(optimizer: Any) -> bool:
+    """Whether ``zero_grad()`` has a parameter ``set_to_none``."""
+    try:
+        inspect.signature(optimizer.zero_grad).bind(set_to_none=False)
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature may take anything
+        return True
+    return True
+
+
 def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, Any]:
     """Use the optimizer as programs use optimizers, and return the errors that they would get.
 

@@ -96,7 +96,7 @@ def write_step_options(driver: Training, step: int) -> None:
     rate = plan.rates[step] if plan.rates else None
     changes = plan.changes.get(step, {})
     with driver.doing("param_groups"):
-        groups = driver.optimizer.param_groups if rate is not None or changes else []
+        groups = _present(driver, step) if rate is not None or changes else []
         for group in groups if rate is not None else ():
             group["lr"] = rate
         for place, written in changes.items():
@@ -105,12 +105,19 @@ def write_step_options(driver: Training, step: int) -> None:
                 _write_options(groups[place], written)
     if plan.entries:
         with driver.doing("param_groups"):
-            read = written_and_read(driver.optimizer.param_groups, plan, step)
+            read = written_and_read(_present(driver, step), plan, step)
         driver.recorder.event("entries", **read)
     if plan.has_tensor_rates:
         with driver.doing("param_groups"):
             rates = [group["lr"] for group in driver.optimizer.param_groups]
         driver.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
+
+
+def _present(driver: Training, step: int) -> Any:
+    """Return the groups, without those that other optimizers get in a later step."""
+    groups = driver.optimizer.param_groups
+    plan = driver.setting
+    return groups[: plan.groups_at(step)] if plan.given_first else groups
 
 
 def _write_options(group: dict[str, Any], written: Mapping[str, Any]) -> None:

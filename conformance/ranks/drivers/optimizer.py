@@ -31,6 +31,7 @@ from conformance.ranks.drivers._optimizer_pairs import leave_gradients
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import (
     errors_as_optimizer,
+    has_added_groups,
     read_consolidated,
     takes_closure,
 )
@@ -85,6 +86,7 @@ class OptimizerDriver(RankDriver):
     ddp: DistributedDataParallel | None
     averager: Averager | None
     optimizer: Any
+    _adds_no_groups = False
 
     def run(self) -> None:
         """Make the optimizers and run the scenario's steps."""
@@ -123,6 +125,8 @@ class OptimizerDriver(RankDriver):
             number: of the model.
         """
         self.setting = plan_of_model(self.scenario, number)
+        if self._adds_no_groups:
+            self.setting = replace(self.setting, given_first=bool(self.setting.added))
         if number:
             self.group = self.twin_group
             self.group_rank = dist.get_rank(self.group)
@@ -157,6 +161,12 @@ class OptimizerDriver(RankDriver):
             self.recorder.event("refuses_tensor_rates", error=str(error)[:200])
             self.setting = replace(self.setting, has_tensor_rates=False)
             self.optimizer = self._construction.make(names)
+        if self.setting.added and not (self._adds_no_groups or has_added_groups(self.optimizer)):
+            # Its model is made anew, too: hooks of the first optimizer may be on the parameters.
+            self._adds_no_groups = True
+            self.recorder.event("adds_no_groups", model=number)
+            self._set_up_training(number)
+            return
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
         self._scaler = self._make_scaler()
         self._snapshot: tuple[list[torch.Tensor], Any] | None = None
@@ -182,7 +192,7 @@ class OptimizerDriver(RankDriver):
         self._set_frozen(number)
         if number in (self.setting.back[0], *self.setting.again):
             self._go_back(number)
-        if number in self.setting.added:
+        if number in self.setting.added and not self.setting.given_first:
             # Its parameters can be read once, as those of model.head.parameters().
             group = self._construction.group(self.setting.groups_at(number) - 1)
             group["params"] = iter(group["params"])
@@ -311,7 +321,11 @@ class OptimizerDriver(RankDriver):
     def gradients(self, number: int) -> list[torch.Tensor | None]:
         """Return this rank's gradients of a step."""
         kind = self.scenario.steps[number]
-        return [self._gradient(number, kind, index) for index in range(len(self.params))]
+        absent = self.setting.in_no_group(number) if self.setting.given_first else ()
+        return [
+            None if index in absent else self._gradient(number, kind, index)
+            for index in range(len(self.params))
+        ]
 
     @property
     def _is_own(self) -> bool:
