@@ -21,6 +21,7 @@ from conformance.scenarios.clusters import (
     BYSTANDERS,
     EQUAL_GROUPS,
     EQUAL_NODES,
+    LONE_NODES,
     TWO_GROUPS,
     UNEQUAL_NODES,
     UNEVEN_GROUPS,
@@ -85,22 +86,27 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "24.2",
     "Gives the mean on six and eight ranks",
-    on=(EQUAL_NODES,),
-    owns=(EQUAL_NODES,),
+    on=(EQUAL_NODES, LONE_NODES),
+    owns=(EQUAL_NODES, LONE_NODES),
     needs=("24.1",),
     since="1.6",
     source=f"{_TORCHRUN}; fairscale#132, hivemind#440: equal on two ranks, different on more",
     remedy="the first rank of a node that keeps the result; trees of a fixed depth; tables, "
     "buffers and tags for four ranks; sums in a dtype that overflows; a buffer that pieces of a "
-    "large bucket share",
+    "large bucket share; a node of one rank that is taken for a single process",
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
     subject's claims. The parameters are those of 24.1, but that the largest one has 80,000 to
     260,000 elements. Lossy hooks run on 12 ranks, whose sums may need more bits, and those without
     feedback on 10. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
+
+    Three ranks get the right result, too, if each is on a node of its own: an odd number of nodes.
     """
-    _require_results(run, claims, found)
+    if run.scenario.name != LONE_NODES.name:
+        _require_results(run, claims, found)
+    elif require_steps(run, claims, found, run.steps("crafted", "normal")) and claims.fused:
+        require_optimizer(run, claims, found)
 
 
 @rule(

@@ -214,6 +214,7 @@ def _split(count: int, parts: int, numbers: random.Random) -> tuple[int, ...]:
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     "unequal_nodes": _draw_unequal_nodes,
     "equal_nodes": _draw_equal_nodes,
+    "lone_nodes": _draw_size,
     "uneven_groups": _draw_uneven_groups,
     "unused_groups": _draw_unused_groups,
     "wide_groups": _draw_wide_groups,

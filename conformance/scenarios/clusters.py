@@ -53,6 +53,16 @@ UNEVEN_GROUPS = replace(
     prerequisite="subgroups",
 )
 
+# An odd number of equal nodes. Each node has one rank, as a job with one GPU on each.
+LONE_NODES = replace(
+    UNEQUAL_NODES,
+    name="lone_nodes",
+    summary="three ranks, each on a node of its own",
+    steps=("crafted", "normal", "crafted"),
+    size=3,
+    nodes=(1, 1, 1),
+)
+
 TWO_GROUPS = replace(
     VALUES,
     name="two_groups",
@@ -126,6 +136,7 @@ UNUSED_GROUPS = replace(
 CLUSTERS = (
     UNEQUAL_NODES,
     EQUAL_NODES,
+    LONE_NODES,
     UNEVEN_GROUPS,
     WIDE_GROUPS,
     TWO_GROUPS,
@@ -162,6 +173,8 @@ def with_groups_of(scenario: Scenario, least: int) -> Scenario:
         nodes = (1, size - 1) if scenario.nodes else ()
         return replace(scenario, size=size, nodes=nodes, twin_groups=_interleaved(sizes))
     size = max(scenario.size, least)
+    if set(scenario.nodes) == {1}:
+        return replace(scenario, size=size, nodes=(1,) * size)
     if len(set(scenario.nodes)) > 1:
         return replace(scenario, size=size, nodes=(size - 1, 1))
     size += size % 2
