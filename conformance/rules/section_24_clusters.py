@@ -31,14 +31,14 @@ from conformance.subjects.claims import LOCAL, UNBIASED, Claims
 
 _TORCHRUN = "torch documentation, torchrun, Environment Variables"
 _GROUPS = "torch documentation, torch.distributed, Groups"
+_OVERFLOWS = ("nan", "inf")
 
 
 def _require_results(run: Run, claims: Claims, found: Found) -> None:
     """Require every step of a run to be right, and the parameters of a fused hook."""
-    steps = run.steps("crafted", "normal")
-    if not require_steps(run, claims, found, steps):
+    if not require_steps(run, claims, found, run.steps("crafted", "normal", *_OVERFLOWS)):
         if not claims.lossy:
-            causes = (cause_in_nodes(run, step) for step in steps)
+            causes = (cause_in_nodes(run, step) for step in run.steps("crafted", "normal"))
             found.failures[-1].cause = next(filter(None, causes), found.failures[-1].cause)
     elif claims.fused:
         require_optimizer(run, claims, found)
@@ -59,7 +59,7 @@ def _require_results(run: Run, claims: Claims, found: Found) -> None:
     "Operations in MPICH, section 4.5: what a number of ranks that is no power of two needs",
     remedy="means of the nodes' means, also for some dtypes or sizes alone; LOCAL_WORLD_SIZE of "
     "this node for all nodes; recursive halving or doubling without the ranks that are left over; "
-    "a ring or a tail at odd sizes",
+    "a ring or a tail at odd sizes; an exchange between nodes that an overflow skips",
 )
 def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Five or seven ranks on two or three nodes, not all of the same size, get the right result
@@ -74,7 +74,8 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     the parameters has a prime number of elements from 257 to 1019. Unless results are lossy or
     parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, 20 to 60
     steps come before those on record, and there are parameters of float16, bfloat16 and float64
-    with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. Compression without
+    with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. One rank has NaN in a step,
+    and one an infinity in another, in a drawn parameter: all nodes get it. Compression without
     feedback gets steps in which one rank's gradients are far larger than those of the others, here
     and in 24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes
     meet within 24 steps, and get the mean over all ranks at a claimed period; under
@@ -97,7 +98,7 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims. The parameters are those of 24.1, but that the largest one has 80,000 to
+    subject's claims. The parameters and steps are those of 24.1, but that the largest one has 80,000 to
     260,000 elements. Lossy hooks run on 12 ranks, whose sums may need more bits, and those without
     feedback on 10. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
 
@@ -151,14 +152,14 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
     The ranks of the larger group have two different distances or more, such as 0, 1, 3 and 4. The
     nodes have two ranks each, or three: the larger group has unequally many of them, as if others
     evaluate, and the smaller group leaves a whole node out. Unless results are lossy or parameters
-    are stepped, there are the parameters of other dtypes than float32 that 24.1 has.
+    are stepped, there are the parameters of other dtypes than float32, and the steps with NaN and
+    an infinity, that 24.1 has.
 
     Under ``local`` all ranks of a group meet within 24 steps, in each of 24 buckets, and get its
     mean at a claimed period. A partner that follows the count of calls is the same in each step if
     the number of buckets is a multiple of the number of turns, as 24 is of 2, 3, 4, 6, 8 and 12.
     The number of 24.2 is drawn, so that in time it is one of each other number up to 20."""
-    steps = run.steps("crafted", "normal")
-    if not require_steps(run, claims, found, steps):
+    if not require_steps(run, claims, found, run.steps("crafted", "normal", *_OVERFLOWS)):
         return
     if claims.fused:
         require_optimizer(run, claims, found)

@@ -60,7 +60,7 @@ def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
     ranks, and others node by node, piece by piece. It may take another path for half precision,
     too. On nodes one parameter has 1,000 to 30,000 elements, another one 30,000 to 500,000, on
     equal nodes 80,000 to 260,000, by the logarithm, each in a bucket of its own; 20 to 60 steps
-    come before.
+    come before. Ranks of one node alone have overflown in two steps (``_with_overflows``).
     """
     params = list(scenario.params)
     larger = []
@@ -74,7 +74,19 @@ def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
     for spec in (*larger, *_of_other_dtypes(numbers)):
         # The first parameter has fewer elements than there are ranks, and a bucket of its own.
         params.insert(numbers.randint(1, len(params)), spec)
-    return replace(scenario, params=tuple(params))
+    return _with_overflows(replace(scenario, params=tuple(params)), numbers)
+
+
+def _with_overflows(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Add two steps, in a drawn order with the others but the first and the last: in one, a drawn
+    rank has NaN in all elements of a drawn parameter, and in the other, a drawn rank has an
+    infinity in a drawn element of one.
+    """
+    first, *between, last = scenario.steps
+    places = [f"{numbers.randrange(8)}/{numbers.randrange(len(scenario.params))}" for _ in range(2)]
+    between += [f"nan/{places[0]}/all", f"inf/{places[1]}/{numbers.randrange(2**20)}"]
+    numbers.shuffle(between)
+    return replace(scenario, steps=(first, *between, last))
 
 
 def _of_other_dtypes(numbers: random.Random) -> list[Param]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average_of, completed, is_dense
+from tests.mutants.clusters import Nodes
 
 
 class Rails:
@@ -43,6 +44,25 @@ def lone_rank_is_a_single_process(state: Rails, bucket: Bucket) -> Result:
     return completed(whole[: buffer.numel()].clone())
 
 
+def overflow_skips_the_exchange(state: Nodes, bucket: Bucket) -> Result:
+    """Exchange nothing between nodes if a value of the bucket is not finite on any of them."""
+    if not is_dense(bucket):
+        raise TypeError("sparse gradients are not supported")
+    buffer = bucket.buffer()
+    root = dist.get_global_rank(state.node, 0)
+    dist.all_reduce(buffer, group=state.node)
+    is_finite = buffer.isfinite().all().view(1).int()
+    if state.leaders:
+        dist.all_reduce(is_finite, op=dist.ReduceOp.MIN, group=state.leaders)
+    dist.broadcast(is_finite, src=root, group=state.node)
+    if is_finite:
+        if state.leaders:
+            dist.all_reduce(buffer, group=state.leaders)
+        dist.broadcast(buffer, src=root, group=state.node)
+    return completed(buffer.div_(state.group.size()))
+
+
+_NODES = "tests.mutants.clusters:Nodes"
 _ALL = (1, 2, 3, 4)
 
 MUTANTS = [
@@ -53,4 +73,5 @@ MUTANTS = [
         state=f"{__name__}:Rails",
         worlds=_ALL,
     ),
+    Mutant("overflow_skips_the_exchange", ("24.1",), state=_NODES, worlds=_ALL),
 ]
