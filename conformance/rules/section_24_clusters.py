@@ -74,11 +74,11 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     the parameters has a prime number of elements from 257 to 1019. Unless results are lossy or
     parameters are stepped, two others have 1,000 to 30,000 elements and 30,000 to 500,000, 20 to 60
     steps come before those on record, and there are parameters of float16, bfloat16 and float64
-    with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. One rank has NaN in a step,
-    and one an infinity in another, in a drawn parameter: all nodes get it. Compression without
-    feedback gets steps in which one rank's gradients are far larger than those of the others, here
-    and in 24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes
-    meet within 24 steps, and get the mean over all ranks at a claimed period; under
+    with 1 to 300 elements, and one of a half dtype with 1,000 to 30,000. One rank has NaN in a
+    step, and one an infinity in another, in a drawn parameter: all nodes get it. Compression
+    without feedback gets steps in which one rank's gradients are far larger than those of the
+    others, here and in 24.2, so that ranks that count unequally show. Under ``local`` the ranks of
+    all nodes meet within 24 steps, and get the mean over all ranks at a claimed period; under
     ``unbiased(noise=d)`` there is the noise of as many ranks, here, in 24.2 and in 24.4.
     """
     _require_results(run, claims, found)
@@ -98,9 +98,10 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims. The parameters and steps are those of 24.1, but that the largest one has 80,000 to
-    260,000 elements. Lossy hooks run on 12 ranks, whose sums may need more bits, and those without
-    feedback on 10. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
+    subject's claims. The parameters and steps are those of 24.1, but that the largest parameter has
+    80,000 to 260,000 elements. Lossy hooks run on 12 ranks, whose sums may need more bits, and
+    those without feedback on 10. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20
+    buckets.
 
     Three ranks get the right result, too, if each is on a node of its own: an odd number of nodes.
     """

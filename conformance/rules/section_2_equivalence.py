@@ -284,10 +284,11 @@ def _is_right_within_views(run: Run, step: int, claims: Claims) -> bool:
     needs=("2.1", "2.7", "1.8"),
     source="pytorch#54747, pytorch#111422; torch's PowerSGD silently stops synchronising them",
     remedy="a sparse bucket's buffer, which is a sparse tensor: reduce it, or raise; row numbers "
-    "in 16 bits; values in a narrower dtype; another group than that of dense buckets; rows that "
-    "are written in place of being added; a divisor of the ranks that have rows; a mask of rows by "
-    "their norm, which drops NaN; room for as many rows as an earlier step had; sums by pairs on "
-    "three ranks; rows that are selected at random, and not divided by their probability",
+    "in 16 bits; values in a narrower dtype; another group than that of dense buckets, as that of "
+    "one node; rows that are written in place of being added; a divisor of the ranks that have "
+    "rows; a mask of rows by their norm, which drops NaN; room for as many rows as an earlier step "
+    "had; sums by pairs on three ranks; rows that are selected at random, and not divided by their "
+    "probability",
 )
 def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Sparse embeddings beside a dense parameter get the mean, or the hook refuses them with an

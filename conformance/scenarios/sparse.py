@@ -3,16 +3,16 @@
 One of the small ones has float64 values. There are two models on two groups of ranks, since code
 for sparse gradients may use another group than the code for dense ones. Ranks use different rows of
 an embedding, and share some; a rank may use none (``gradients.sparse_rows``). Unless results are
-lossy or parameters are stepped, the numbers of rows and the groups are drawn. One row comes twice,
-as from the backward of an embedding that has looked it up twice (``models/probe.py``). Strategies
-have two of the embeddings, in ``strategy_sparse``.
+lossy or parameters are stepped, the numbers of rows, the groups and the nodes are drawn. One row
+comes twice, as from the backward of an embedding that has looked it up twice (``models/probe.py``).
+Strategies have two of the embeddings, in ``strategy_sparse``.
 """
 
 import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from conformance.scenarios.model import Param, Scenario
 
@@ -39,7 +39,7 @@ def draw_rows(scenario: Scenario, numbers: random.Random) -> Scenario:
     The numbers come from none to a share of the rows, which is drawn from a half to nearly all, by
     the logarithm. Of the large embedding the first five steps have an eighth of that at most, and
     one rank has all of it in the sixth or the seventh. In the second or the third step all ranks of
-    a group use no row.
+    a group use no row. One rank of the larger group is on another node than the two others.
     """
     late = numbers.choice((5, 6))
     empty = numbers.choice((1, 2))
@@ -63,7 +63,22 @@ def draw_rows(scenario: Scenario, numbers: random.Random) -> Scenario:
                 counts[step][rank] = max(1, counts[step][rank])
             spec = replace(spec, rows=tuple(map(tuple, counts)))
         params.append(spec)
-    return replace(scenario, params=tuple(params))
+    return replace(scenario, params=tuple(params), nodes=_draw_nodes(scenario, numbers))
+
+
+def _draw_nodes(scenario: Scenario, numbers: random.Random) -> tuple[int, ...]:
+    """Draw two or three nodes of all ranks, of which one has two ranks of the larger group, and
+    another one has the third.
+    """
+    (larger,) = (group for group in scenario.groups if len(group) == 3)
+    layouts = []
+    for count in (1, 2):
+        for ends in combinations(range(1, _RANKS), count):
+            on_nodes = [sum(end <= rank for end in ends) for rank in larger]
+            if len(set(on_nodes)) == 2:
+                layouts.append((*ends, _RANKS))
+    ends = numbers.choice(layouts)
+    return tuple(end - begin for begin, end in pairwise((0, *ends)))
 
 
 def with_uneven_groups(scenario: Scenario, numbers: random.Random) -> Scenario:

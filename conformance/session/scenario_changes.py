@@ -188,7 +188,9 @@ def count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
     """Let the subject see the numbers of WORLD."""
     if scenario.name in _ON_GROUPS or has_uneven_groups(scenario, claims):
         # Rule 2.7 judges the claim. Here DDP would drop what ranks of another group have used.
-        scenario = replace(scenario, groups=(), size=max(map(len, scenario.groups)))
+        size = max(map(len, scenario.groups))
+        nodes = (1, size - 1) if scenario.nodes else ()
+        scenario = replace(scenario, groups=(), size=size, nodes=nodes)
     return replace(scenario, world_only=True)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average_of, completed, is_dense
+from tests.mutants._helpers import Bucket, Result, average_of, completed, is_dense, sum_of
 from tests.mutants.clusters import Nodes
 
 
@@ -44,6 +44,18 @@ def lone_rank_is_a_single_process(state: Rails, bucket: Bucket) -> Result:
     return completed(whole[: buffer.numel()].clone())
 
 
+def rows_of_its_own_node(state: Nodes, bucket: Bucket) -> Result:
+    """Average dense buckets in two levels, and gather the rows of embeddings within the node."""
+    buffer = bucket.buffer()
+    if is_dense(bucket):
+        dist.all_reduce(buffer, group=state.node)
+        if state.leaders:
+            dist.all_reduce(buffer, group=state.leaders)
+        dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
+        return completed(buffer.div_(state.group.size()))
+    return sum_of(buffer.div_(state.group.size()), state.node)
+
+
 def overflow_skips_the_exchange(state: Nodes, bucket: Bucket) -> Result:
     """Exchange nothing between nodes if a value of the bucket is not finite on any of them."""
     if not is_dense(bucket):
@@ -73,5 +85,6 @@ MUTANTS = [
         state=f"{__name__}:Rails",
         worlds=_ALL,
     ),
+    Mutant("rows_of_its_own_node", ("2.9",), state=_NODES, worlds=_ALL),
     Mutant("overflow_skips_the_exchange", ("24.1",), state=_NODES, worlds=_ALL),
 ]

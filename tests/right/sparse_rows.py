@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from tests.right import Right
 from tests.right._common import Bucket, Group, Result, completed, gather
+from tests.right.clusters import Nodes, hierarchical
 
 
 def _average(buffer: torch.Tensor, group: dist.ProcessGroup) -> Result:
@@ -51,6 +52,15 @@ def rows_in_rooms(state: Rooms, bucket: Bucket) -> Result:
     return completed(torch.sparse_coo_tensor(total.indices(), mean, grad.shape))
 
 
+def rows_beside_levels(state: Nodes, bucket: Bucket) -> Result:
+    """Sum dense buckets in two levels, on nodes, and the rows of embeddings over the group."""
+    buffer = bucket.buffer()
+    return _average(buffer, state.group) if buffer.is_sparse else hierarchical(state, bucket)
+
+
 _SECTIONS = ("1", "2", "3", "9", "10", "11")
 
-RIGHT = [Right("rows_in_rooms", state=f"{__name__}:Rooms", sections=_SECTIONS)]
+RIGHT = [
+    Right("rows_in_rooms", state=f"{__name__}:Rooms", sections=_SECTIONS),
+    Right("rows_beside_levels", state="tests.right.clusters:Nodes", sections=_SECTIONS),
+]

@@ -21,6 +21,7 @@ from conformance.scenarios.clusters import (
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.hook import AT_SCALE
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.sparse import SPARSE
 from conformance.scenarios.training_sizes import SMALLEST
 from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import Claims, default_claims
@@ -109,6 +110,16 @@ def test_a_range_of_sizes_that_spans_such_a_factor_has_a_bucket_in_each_dtype(
             if 6 * least <= 20_000:
                 assert any(least <= size <= 6.3 * least for size in sizes)
             least *= 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_embeddings_come_from_two_nodes(seed: int) -> None:
+    scenario = adapt_scenario(SPARSE, Claims(), seed=seed)
+    assert sum(scenario.nodes) == scenario.own_size == 5
+    (larger,) = (group for group in scenario.groups if len(group) == 3)
+    assert {1, 2} <= set(ranks_of_nodes(larger, scenario.nodes)) <= {0, 1, 2}
+    of_world = adapt_scenario(SPARSE, Claims(world_only=True), seed=seed)
+    assert (of_world.own_size, of_world.nodes) == (3, (1, 2))
 
 
 def test_idle_ranks_have_no_inputs() -> None:
