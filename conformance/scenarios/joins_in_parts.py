@@ -16,7 +16,7 @@ IN_PARTS = replace(
     "has joined; a state that is saved and loaded after a join; the numbers are drawn",
     variant="in_parts",
     world_sizes=(2,),
-    deadline=45.0,
+    most_inputs=1300,
 )
 
 TWO_JOINED = replace(
@@ -26,6 +26,7 @@ TWO_JOINED = replace(
     "on the two that have joined; the numbers are drawn",
     world_sizes=(),
     size=3,
+    most_inputs=120,
 )
 
 ALL = (IN_PARTS, TWO_JOINED)

@@ -42,7 +42,7 @@ LONG = replace(
     variant="long",
     world_sizes=(2,),
     observe=Observation(),  # sums show the order; 3,000 records of collectives would take seconds
-    deadline=30.0,
+    most_inputs=2000,
 )
 
 LONG_EPOCH = replace(
@@ -50,6 +50,7 @@ LONG_EPOCH = replace(
     name="joinable_long_epoch",
     summary="a joinable with hundreds of inputs more on one rank; their numbers are drawn",
     variant="long_epoch",
+    most_inputs=603,
 )
 
 INTERRUPTS = replace(
@@ -90,6 +91,7 @@ MANY = replace(
     variant="many",
     world_sizes=(2,),
     observe=Observation(growth=True),
+    most_inputs=4 * MANY_CONTEXTS[1],
 )
 
 

@@ -305,6 +305,8 @@ class Scenario:
             does.
         renews_storage: of hooks; parameters get new storage after every step, as by
             ``parameter.data = parameter.data - update``.
+        most_inputs: of joinables; the contexts of a run have at most so many inputs. 0 if there are
+            few of them.
         freezes_unused_from: of hooks; from this step on, a parameter that no rank uses in a step
             requires no gradient in it, and DDP stays as it is; 0 for never.
     """
@@ -366,6 +368,7 @@ class Scenario:
     seeds_differ: bool = False
     in_eval_mode: bool = False
     renews_storage: bool = False
+    most_inputs: int = 0
     freezes_unused_from: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -423,9 +426,10 @@ class Scenario:
 
         A deadline is for hangs: this is ten times as long as a step takes with three ranks on a
         busy core, and much longer than a number of simulated ranks takes. Short runs on a CPU get
-        none. Ranks that share a GPU wait for each other, which no clock of the host can see.
+        none. Ranks that share a GPU wait for each other, which no clock of the host can see. A step
+        of a joinable takes one input.
         """
-        steps = self.unrecorded_steps + 100 * len(self.simulated)
+        steps = self.unrecorded_steps + 100 * len(self.simulated) + self.most_inputs
         if self.long_run:
             steps += len(self.steps) * self.long_run.steps_per_round
         elif len(self.steps) >= MANY_STEPS:
