@@ -231,8 +231,9 @@ def kept(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.4",),
     source="torch documentation, torch.distributed.new_group: group ranks are not global ranks",
     remedy="model.process_group and its size in every collective, also in one that comes only if a "
-    "rank lacks a gradient; a global rank in place of a rank in the group; a group or its size "
-    "that is kept from the first model, by id(model) or network",
+    "rank lacks a gradient, or is for half precision or for large gradients; a global rank in "
+    "place of a rank in the group; a group or its size that is kept from the first model, by "
+    "id(model) or network",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of a model on a subgroup are the means over its ranks, and every collective is on
@@ -240,7 +241,10 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     one rank or on all; not under ``all_used``. They are the means as well if the process has
     trained a model on WORLD before, which is gone, and had the id() that the model has now; and if
     the same network was trained on WORLD, then on other subgroups of this size, for one to three
-    steps each, and wrapped anew."""
+    steps each, and wrapped anew.
+
+    Drawn parameters have drawn dtypes: half precision, float32 and float64. In the model that comes
+    after one on WORLD a drawn one has 2**17 to 2**19 elements."""
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only, and was run on WORLD")
         return

@@ -19,21 +19,24 @@ from functools import lru_cache
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.strategy import KEPT, RAISES
+from conformance.scenarios.strategy import KEPT, RAISES, SUBGROUPS
 from conformance.scenarios.strategy_training import (
     ABANDONED,
+    AFTER_WORLD,
     EMPTY,
     GRADIENT_DTYPES,
     LARGE_DTYPES,
     LONG,
     PASSES,
     RECOVERED,
+    REWRAPPED,
     TWO,
     UNFROZEN,
 )
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _HALVES = _DTYPES[:2]
+_BESIDE_HALVES = (*_DTYPES, "float64")
 
 
 # The steps in which all gradients have the dtypes of ``params``, at the end of a run: one without a
@@ -51,7 +54,11 @@ _SCALES = {
 
 # Scenarios with parameters of half precision beside others.
 _WITH_HALVES = frozenset(
-    one.name for one in (KEPT, RAISES, ABANDONED, EMPTY, LONG, PASSES, RECOVERED, TWO, UNFROZEN)
+    one.name
+    for one in (
+        *(KEPT, RAISES, ABANDONED, EMPTY, LONG, PASSES, RECOVERED, TWO, UNFROZEN),
+        *(SUBGROUPS, AFTER_WORLD, REWRAPPED),
+    )
 )
 
 
@@ -74,7 +81,7 @@ def with_halves(scenario: Scenario) -> Scenario:
     half, *more = draws.sample(others, draws.randint(2, len(others)))
     params[half] = replace(params[half], dtype=draws.choice(_HALVES))
     for index in more:
-        params[index] = replace(params[index], dtype=draws.choice(_DTYPES))
+        params[index] = replace(params[index], dtype=draws.choice(_BESIDE_HALVES))
     return replace(scenario, params=tuple(params))
 
 

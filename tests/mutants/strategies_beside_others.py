@@ -160,9 +160,42 @@ def sums_large_ones_that_it_has(
     return _averaged_by(model, is_final_microbatch, average)
 
 
+def _partly_over_world(
+    model: Any, is_final_microbatch: bool, is_over_world: Callable[[torch.Tensor], bool]
+) -> AbstractContextManager[None]:
+    """Average some gradients over WORLD, and divide by the size of the group."""
+
+    def average(model: Any) -> None:
+        params = list(model.parameters())
+        others = {at for at, one in enumerate(params) if not is_over_world(one)}
+        _average(model, others)
+        for at, parameter in enumerate(params):
+            if at not in others and parameter.requires_grad:
+                _fill(parameter)
+                sent = parameter.grad.float().div_(model.process_group.size()).contiguous()
+                dist.all_reduce(sent)
+                parameter.grad.copy_(sent)
+
+    return _averaged_by(model, is_final_microbatch, average)
+
+
+def sums_halves_over_world(model: Any, is_final_microbatch: bool) -> AbstractContextManager[None]:
+    """Sum gradients of half precision in float32, without group=."""
+    halves = (torch.float16, torch.bfloat16)
+    return _partly_over_world(model, is_final_microbatch, lambda one: one.dtype in halves)
+
+
+def sums_large_ones_over_world(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
+    """Sum each large gradient of a model by itself, without group=."""
+    return _partly_over_world(model, is_final_microbatch, lambda one: one.numel() >= 2**16)
+
+
 MUTANTS = [
     *_mutants("16.23", "one_window_for_all_models", "window_of_the_latest_model"),
     *_mutants("16.9", "votes_on_world_if_one_lacks", worlds=(2, 4), hangs=True),
     *_mutants("16.20", "sums_large_ones_that_it_has"),
     *_mutants("16.9", "divides_by_world_if_one_lacks", worlds=(2, 4)),
+    *_mutants("16.9", "sums_halves_over_world", "sums_large_ones_over_world", worlds=(2, 4)),
 ]

@@ -51,6 +51,7 @@ from conformance.scenarios.strategy_dtypes import with_halves
 from conformance.scenarios.strategy_passes import BY_FORWARDS
 from conformance.scenarios.strategy_schedule import _DIFFERENT, ZEROED, counted
 from conformance.scenarios.strategy_training import (
+    AFTER_WORLD,
     ALL,
     AUTOCAST,
     EMPTY,
@@ -114,6 +115,8 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
     if scenario.variant == "claim":
         return scenario  # it shows that the claims are needed, so it makes no allowance for them
     scenario = with_halves(scenario)
+    if scenario.name == AFTER_WORLD.name:
+        scenario = _with_a_large_one(scenario)
     if scenario.name == LARGE.name:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
@@ -174,6 +177,15 @@ def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scen
     if "find_unused" in claimed:
         scenario = replace(scenario, ddp=replace(scenario.ddp, find_unused_parameters=True))
     return scenario
+
+
+def _with_a_large_one(scenario: Scenario) -> Scenario:
+    """Return a scenario in which a drawn parameter has 2**17 to 2**19 elements."""
+    draw = generator(scenario, "large")
+    params = list(scenario.params)
+    place = draw.randrange(len(params))
+    params[place] = replace(params[place], shape=(prime_from(draw.randint(2**17, 2**19)),))
+    return replace(scenario, params=tuple(params))
 
 
 def _default(arguments: Mapping[str, Any]) -> str | None:
