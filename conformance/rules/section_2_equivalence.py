@@ -168,11 +168,13 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
     certifies_machine=True,
     source="fairscale#132, hivemind#440: equal on two ranks, different on more; wrong on one",
     remedy="constants that are right for two ranks only; tails if numel is not divisible by the "
-    "world size; a ring for powers of two",
+    "world size; a ring for powers of two; noise that a single rank does not get",
 )
 def world_sizes(run: Run, claims: Claims, found: Found) -> None:
-    """The results are as right on 1, 3 and 4 ranks as on two."""
-    if not require_steps(run, claims, found, run.steps("crafted")) and not claims.lossy:
+    """The results are as right on 1, 3 and 4 ranks as on two; so is the noise that is claimed."""
+    if require_steps(run, claims, found, run.steps("crafted")):
+        lossy.require_noise_of_group(run, claims, found)
+    elif not claims.lossy:
         _add_norm_ratios(run, found)
 
 

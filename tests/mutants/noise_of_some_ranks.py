@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, sum_of
+from tests.mutants._helpers import Bucket, Result, average, completed, group_of, is_dense, sum_of
 
 _NOISE = 0.5
 
@@ -116,6 +116,15 @@ def noise_of_rank_0_of_world(state: Noise, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+def noise_of_several_ranks(state: Noise, bucket: Bucket) -> Result:
+    """Return the gradients of a single rank as they are: there is nothing to average."""
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        raise TypeError("dense real gradients only")
+    if state.group.size() == 1:
+        return completed(bucket.buffer())
+    return adds_noise(state, bucket)
+
+
 _OF_ONE = f"unbiased(noise={_NOISE}, ranks=1)"
 
 MUTANTS = [
@@ -126,6 +135,13 @@ MUTANTS = [
     *(
         Mutant(name, ("2.7",), _OF_ONE, f"{__name__}:Noise")
         for name in ("noise_by_world", "noise_of_rank_0_of_world")
+    ),
+    Mutant(
+        "noise_of_several_ranks",
+        ("2.6",),
+        f"unbiased(noise={_NOISE})",
+        f"{__name__}:Noise",
+        worlds=(1, 2),
     ),
     _noisy("adds_noise", "4.1", "SparesTheUnused"),
     _noisy("adds_noise", "23.1", "Noise,half_life=700"),
