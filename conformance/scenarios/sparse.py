@@ -67,8 +67,8 @@ def draw_rows(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_nodes(scenario: Scenario, numbers: random.Random) -> tuple[int, ...]:
-    """Draw two or three nodes of all ranks, of which one has two ranks of the larger group, and
-    another one has the third.
+    """Draw two or three nodes of all ranks: one has two ranks of the larger group, and another one
+    has the third.
     """
     (larger,) = (group for group in scenario.groups if len(group) == 3)
     layouts = []
