@@ -19,7 +19,7 @@ arXiv:1604.06174; torch documentation, ``torch.utils.checkpoint`` (which is call
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,9 @@ class CheckpointWrapper(ActivationWrapper):
     ) -> None:
         super().__init__(mod)
         self.checkpoint_impl = CheckpointImpl(checkpoint_impl)
+        # A context of selective checkpoints keeps the results of operations: the copies of buffers
+        # that a repeated forward takes must be made outside of it.
+        self._context_fn = checkpoint_fn_kwargs.get("context_fn") if checkpoint_fn is None else None
         reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
         # Up to torch 2.12 a checkpoint without reentry leaves its hooks on saved tensors in force
         # if the forward raises an error. So the error is raised after the checkpoint has returned.
@@ -111,6 +114,7 @@ class CheckpointWrapper(ActivationWrapper):
         ran = False
         raised: list[Exception] = []
         versions = _Versions(self.wrapped, args, kwargs)
+        makes_contexts = self._context_fn is not None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran
@@ -119,7 +123,7 @@ class CheckpointWrapper(ActivationWrapper):
             try:
                 if again:
                     versions.require_unchanged()
-                    with _on_copies_of_buffers(self.wrapped):
+                    with nullcontext() if makes_contexts else _on_copies_of_buffers(self.wrapped):
                         return self.wrapped(*args, **kwargs)
                 result = self.wrapped(*args, **kwargs)
                 versions.ignore_changed_buffers()
@@ -138,10 +142,39 @@ class CheckpointWrapper(ActivationWrapper):
                 return run(*both[:count], **dict(zip(kwargs, both[count:], strict=True)))
 
             return self.checkpoint_fn(run_with_names, *args, *kwargs.values())
-        result = self.checkpoint_fn(run, *args, **kwargs)
+        if makes_contexts:
+            result = self.checkpoint_fn(run, *args, context_fn=self._contexts, **kwargs)
+        else:
+            result = self.checkpoint_fn(run, *args, **kwargs)
         if raised:
             raise raised[0]
         return result
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of both forwards; the repeated one enters its own behind copies."""
+        assert self._context_fn is not None
+        first, again = self._context_fn()
+        return first, _OnCopies(self.wrapped, again)
+
+
+class _OnCopies:
+    """A context on copies of a module's buffers, with another context inside.
+
+    It is entered again for each backward of a graph.
+    """
+
+    def __init__(self, module: torch.nn.Module, inside: AbstractContextManager[Any]) -> None:
+        self._module = module
+        self._inside = inside
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_on_copies_of_buffers(self._module))
+            stack.enter_context(self._inside)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 class _Versions:

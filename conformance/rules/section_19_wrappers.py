@@ -78,18 +78,22 @@ def parity(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source=f"{DOCS}: preserve_rng_state",
     remedy="the generator's state of the forward, which has to be set before the forward runs "
     "again: torch.random.fork_rng. Do not tell by a block's modules, or by their mode, whether it "
-    "draws: the generator's state shows it. A wrapper in a wrapper keeps a state of its own",
+    "draws: the generator's state shows it. A wrapper in a wrapper keeps a state of its own. A "
+    "draw whose result is kept, as by create_selective_checkpoint_contexts, does not move the "
+    "generator: later draws of the forward are others then, unless all are kept",
 )
 def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With dropout and batch norm inside, and with numbers that a forward draws itself, outputs and
     gradients are those without the wrapper.
 
-    These are masks, noise and permutations, of torch.nn.functional.dropout, torch.rand_like,
-    Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. One or
-    two drawn blocks are inside one or two blocks more, with layers before, between and behind; each
-    of these blocks is wrapped. The generator is seeded before each step. The first
-    step trains in eval mode, as frozen statistics ask for: functions still draw then. With the
-    claim draws_anew only the outputs and losses of the first step have to be the same.
+    These are masks, noise, permutations and choices, of torch.nn.functional.dropout,
+    torch.rand_like, Tensor.bernoulli_, torch.multinomial and others. A block draws in one of twelve
+    ways, or in two or three; each way comes before another one in some block. The order of ways and
+    of blocks is drawn from the session's seed. One or two drawn blocks are inside one or two blocks
+    more, with layers before, between and behind; each of these blocks is wrapped. The generator is
+    seeded before each step. The first step trains in eval mode, as frozen statistics ask for:
+    functions still draw then. With the claim draws_anew only the outputs and losses of the first
+    step have to be the same.
     """
     if claims.has("draws_anew"):
         # Other gradients change the parameters, and so the outputs of later steps.

@@ -24,8 +24,8 @@ RANDOM = replace(
     PLAIN,
     name="wrapper_random",
     summary="blocks with dropout and batch norm, and blocks that draw without a module for it, "
-    "some in wrapped blocks; the generator is seeded before each step; the first one "
-    "trains in eval mode",
+    "once or several times, some in wrapped blocks; the generator is seeded before each step; the "
+    "first one trains in eval mode",
     world_sizes=(2,),
     variant="random",
 )

@@ -1,5 +1,6 @@
 """Wrapped modules: the same bits under DDP, and the names that they have without."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,60 @@ def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
         torch.equal(one, other)
         for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True)
     )
+
+
+@ignores_autocast_of_torch
+def test_selective_checkpoints_leave_buffers_to_the_first_forward() -> None:
+    """Copies of buffers are no operations of the forward, whose results would be kept."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    ran: list[str] = []
+
+    class Block(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append("forward")
+            return super().forward(x)
+
+    plain = Block(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Tanh())
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    wrapped = hooks_ref.checkpoint_wrapper(copy.deepcopy(plain), context_fn=contexts)
+    for module in (plain, wrapped):
+        module(torch.arange(12.0).view(4, 3).requires_grad_()).square().sum().backward()
+    assert ran == ["forward"] * 3
+    for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+class Noting:
+    """A context that may be entered several times."""
+
+    def __init__(self, name: str, entered: list[str]) -> None:
+        self.name = name
+        self.entered = entered
+
+    def __enter__(self) -> None:
+        self.entered.append(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.entered.append("left")
+
+
+@ignores_autocast_of_torch
+def test_contexts_are_entered_for_each_forward() -> None:
+    entered: list[str] = []
+    wrapped = hooks_ref.checkpoint_wrapper(
+        torch.nn.BatchNorm1d(3),
+        context_fn=lambda: (Noting("first", entered), Noting("again", entered)),
+    )
+    output = wrapped(torch.arange(12.0).view(4, 3).requires_grad_()).square().sum()
+    output.backward(retain_graph=True)
+    output.backward()
+    assert entered == ["first", "left", "again", "left", "again", "left"]
+    assert wrapped.num_batches_tracked == 1
 
 
 def test_a_saved_tensor_that_is_changed_in_place_is_an_error() -> None:

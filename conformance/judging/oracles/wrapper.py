@@ -4,9 +4,10 @@ Each run of the subject has a vanilla run beside it, with the same inputs, param
 Both compute in float64. A tensor of the subject's run may differ from the vanilla one by a share
 of the vanilla tensor's largest magnitude:
 
-    2**-30    The networks are at most a hundred operations deep, with sums of at most 48 terms. In
-              three steps another order of summation, for example after saved tensors come back with
-              other strides, loses less than 2**-35, while float32 anywhere costs more than 2**-25.
+    2**-30    The networks are at most two hundred operations deep, with sums of at most 48 terms.
+              In three steps another order of summation, for example after saved tensors come back
+              with other strides, loses less than 2**-35, while float32 anywhere costs more than
+              2**-25.
     2**-4     With autocast the first operation already rounds to 2**-9, and a few more follow.
     0         In 19.22, which compares bits.
 
