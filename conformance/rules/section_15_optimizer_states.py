@@ -40,9 +40,12 @@ KEEPS_STATES = (
     owns=(RESUMED, SAVED),
     needs=BASIC,
     source="torch documentation, PostLocalSGDOptimizer.load_state_dict, consolidate_state_dict; "
-    "pytorch #63340, #78988",
+    "torch.distributed.checkpoint, which calls load_state_dict(state_dict=...); microsoft/dion "
+    "#109; pytorch #63340, #78988",
     remedy="state_dict() has to hold the wrapped optimizer's state and the averager's step; "
-    "indices of parameters across ranks; a rank in the state: it is that of the rank that saved",
+    "indices of parameters across ranks; a rank in the state: it is that of the rank that saved; "
+    "names of parameters: they are torch's, load_state_dict(state_dict) and "
+    "consolidate_state_dict(to=0)",
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     """New processes that load the state_dict() of step 13 continue as if there had been no break.
@@ -54,6 +57,10 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     averages gradients, and all ranks have saved the same tensors, bit by bit, then all ranks load
     the state of the first one, as trainers write a checkpoint on one rank. An error on all the
     others may refuse it: each rank loads its own then.
+
+    Arguments come by position on some ranks, and by keyword on others, under torch's names:
+    load_state_dict(state_dict=...), consolidate_state_dict(to=...), or without an argument for the
+    first rank. The way of each rank is drawn from the session's seed; later calls take turns.
     """
     require_refused_by_all(run, found)
     require_right(run, found)

@@ -232,11 +232,12 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
     remedy="pass the closure to the wrapped optimizer and return its result; do not wrap step() in "
     "torch.no_grad(); a zero_grad() before the closure, which may add to gradients that are there; "
     "ranks that do not agree on the parameters with gradients after it; put back in a finally "
-    "what step() sets, as a guard against a second call",
+    "what step() sets, as a guard against a second call; torch's name of the parameter: closure",
 )
 def closures(run: Run, claims: Claims, found: Found) -> None:
     """step(closure) calls the closure once, with gradients enabled, before it steps, and returns
-    the closure's loss; the averager is called once.
+    the closure's loss; the averager is called once. Calls are step(closure) and, as by Lightning,
+    step(closure=closure) in turns; the first one of each rank is drawn.
 
     An exception of a closure comes out of step(), which has changed nothing and called no averager;
     the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration,
@@ -251,7 +252,8 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
 
     In one more run each rank has gradients of other parameters, as in 15.9. Before half of the
     steps, which are drawn, a backward leaves one half of the gradients; the closure clears nothing,
-    and adds the other half. An error on every rank may refuse this.
+    and adds the other half. In two drawn steps all closures return None, as those that have no
+    return, and leave gradients as ever. An error on every rank may refuse this run.
 
     It does not apply if step() has no parameter for a closure: a trainer gets a TypeError then. The
     steps of other rules have none either.
@@ -286,7 +288,10 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
         group = run.group(rank)
         loss = loss_of(run.scenario, step, group.index(rank), len(group))
         is_same = is_same_loss(event["loss"], loss)
-        found.require(is_same, f"the closure's loss, {loss:g}", actual)
+        expected = (
+            "None, as the closure returns" if loss is None else f"the closure's loss, {loss:g}"
+        )
+        found.require(is_same, expected, actual)
     if takes_averager(run):
         require_one_averager_call(run, found)
     require_right(run, found)

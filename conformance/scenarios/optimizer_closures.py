@@ -16,7 +16,7 @@ CLOSURE_IN_PARTS = replace(
     name="optimizer_closure_in_parts",
     summary="each step has a closure, and each rank has gradients of other parameters; in half of "
     "the steps a backward before the step leaves a half of the gradients, and the closure adds the "
-    "other one",
+    "other one; in two steps the closures return nothing",
     world_sizes=(2,),
     variant="closure_in_parts",
 )
@@ -28,3 +28,10 @@ def comes_in_parts(scenario: Scenario, step: int) -> bool:
         return False
     steps = range(len(scenario.steps))
     return step in generator(scenario, "parts").sample(steps, len(steps) // 2)
+
+
+def returns_nothing(scenario: Scenario, step: int) -> bool:
+    """Whether the closures of all ranks return None at a step, as those without ``return``."""
+    if scenario.variant != CLOSURE_IN_PARTS.variant:
+        return False
+    return step in generator(scenario, "nothing").sample(range(len(scenario.steps)), 2)

@@ -87,8 +87,8 @@ class DoublesInTheDefault(Averager):
 class SavesTenGroups(PostLocal):
     """Load the momentum of the parameters of the first ten groups alone."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for group in self.optim.param_groups[10:]:
             for parameter in group["params"]:
                 self.optim.state[parameter].clear()
@@ -97,8 +97,8 @@ class SavesTenGroups(PostLocal):
 class LosesMomentumOfManyRanks(PostLocal):
     """Load no momentum on the ranks beyond the fourth."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         if dist.get_rank() >= 4:
             self.optim.state.clear()
 

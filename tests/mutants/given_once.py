@@ -65,8 +65,8 @@ class AveragesWhatIsLeft:
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
 
 
 def _listed(one: Any) -> list[torch.nn.Parameter]:

@@ -54,8 +54,8 @@ class AveragesLoaded(PostLocal):
         self.averager.average_parameters(self.loaded or self.parameters())
         return loss
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.loaded = self.parameters()
 
 
@@ -89,8 +89,8 @@ class SchedulesLoaded(Sharded):
         for mine, group in zip(self.local.param_groups, groups, strict=False):
             mine.update({name: value for name, value in group.items() if name != "params"})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.count = len(self.param_groups)
 
 

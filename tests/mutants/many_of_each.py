@@ -157,9 +157,9 @@ class HandsDown(Averaging):
 class LoadsNoCounts(PostLocal):
     """Load the options of the construction, and leave other numbers of the groups as they are."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kept = [group["turns"] for group in self.param_groups if "turns" in group]
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, turns in zip(self.param_groups, kept, strict=False):
             group["turns"] = turns
 

@@ -329,9 +329,9 @@ class LoadsAtTheNextStep(PostLocal):
 
     pending: dict[str, Any] | None = None
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.pending = state["optim"]["state"]
-        super().load_state_dict({**state, "optim": {**state["optim"], "state": {}}})
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.pending = state_dict["optim"]["state"]
+        super().load_state_dict({**state_dict, "optim": {**state_dict["optim"], "state": {}}})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.pending is not None:

@@ -89,8 +89,8 @@ class ComparesTensors(IgnoresSmallChanges):
 class TurnsRatesIntoNumbers(PostLocal):
     """Replace learning rates in tensors by numbers when a state is loaded."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for group in self.optim.param_groups:
             group["lr"] = float(group["lr"])
 
@@ -105,9 +105,9 @@ class AddsNumbers(PostLocal):
 class KeepsTheFirstTensors(PostLocal):
     """Put the tensors of the first learning rates back after a state was loaded."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         rates = [group["lr"] for group in self.optim.param_groups]
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, rate in zip(self.optim.param_groups, rates, strict=True):
             if isinstance(rate, torch.Tensor):
                 group["lr"] = rate
@@ -116,9 +116,9 @@ class KeepsTheFirstTensors(PostLocal):
 class KeepsRatesBesideBetas(PostLocal):
     """Load a state into copies of the first learning rates, for groups of Adam's kind."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         first = [group["lr"] for group in self.optim.param_groups]
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, rate in zip(self.optim.param_groups, first, strict=True):
             if "betas" in group and torch.is_tensor(rate):
                 group["lr"] = rate.clone()
@@ -149,9 +149,11 @@ class NumbersOfTheStart(Sharded):
         super().__init__(params, optimizer_class, process_group, **defaults)
         self.first = len(self.parameters())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        known = {number: kept for number, kept in state["state"].items() if number < self.first}
-        super().load_state_dict({**state, "state": known})
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        known = {
+            number: kept for number, kept in state_dict["state"].items() if number < self.first
+        }
+        super().load_state_dict({**state_dict, "state": known})
 
 
 class ForgetsAddedGroups(NumbersOfTheStart):
@@ -163,8 +165,8 @@ class ForgetsAddedGroups(NumbersOfTheStart):
             number: kept for number, kept in self.consolidated.items() if number < self.first
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        Sharded.load_state_dict(self, state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        Sharded.load_state_dict(self, state_dict)
 
 
 class OptionsOfTheStart(Sharded):
@@ -176,9 +178,9 @@ class OptionsOfTheStart(Sharded):
         super().__init__(params, optimizer_class, process_group, **defaults)
         self.first = len(self.param_groups)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own = [{**group} for group in self.param_groups]
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, options in zip(self.param_groups[self.first :], own[self.first :], strict=True):
             group.update(options)
 
@@ -186,13 +188,15 @@ class OptionsOfTheStart(Sharded):
 class LoadsOptionsAlone(PostLocal):
     """Load the options of groups that the optimizer knows, and no other entries."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         known = {"params", *self.optim.defaults}
         groups = [
             {name: value for name, value in group.items() if name in known}
-            for group in state["optim"]["param_groups"]
+            for group in state_dict["optim"]["param_groups"]
         ]
-        super().load_state_dict({**state, "optim": {**state["optim"], "param_groups": groups}})
+        super().load_state_dict(
+            {**state_dict, "optim": {**state_dict["optim"], "param_groups": groups}}
+        )
 
 
 class SavesNumbers(Sharded):
@@ -210,9 +214,9 @@ class SavesNumbers(Sharded):
 class KeepsItsEntries(PostLocal):
     """Keep the entries that groups had before a state was loaded, if they are no options."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = [dict(group) for group in self.optim.param_groups]
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, old in zip(self.optim.param_groups, before, strict=True):
             names = set(old).difference(self.optim.defaults, {"params"})
             group.update({name: old[name] for name in names})
@@ -233,15 +237,17 @@ class MatchesByValues(PostLocal):
         values = [parameter.detach().clone() for parameter in self.parameters()]
         return {**super().state_dict(), "values": values}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        kept = state["optim"]["state"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kept = state_dict["optim"]["state"]
         known = {}
         for number, parameter in enumerate(self.parameters()):
-            equal = (n for n, v in enumerate(state["values"]) if torch.equal(v, parameter.data))
+            equal = (
+                n for n, v in enumerate(state_dict["values"]) if torch.equal(v, parameter.data)
+            )
             source = next(equal, number)
             if source in kept:
                 known[number] = kept[source]
-        super().load_state_dict({**state, "optim": {**state["optim"], "state": known}})
+        super().load_state_dict({**state_dict, "optim": {**state_dict["optim"], "state": known}})
 
 
 # The largest second moment of amsgrad
@@ -303,8 +309,8 @@ class SavesTensors(PostLocal):
 class RestartsCounts(PostLocal):
     """Begin counts anew that are no entry named step when a state is loaded."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for kept in self.optim.state.values():
             for name, value in kept.items():
                 if isinstance(value, int) and name != "step":
@@ -314,8 +320,8 @@ class RestartsCounts(PostLocal):
 class ForgetsInnerDicts(Sharded):
     """Load zeros in place of the tensors in dicts of the state."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for kept in self.local.state.values():
             for value in kept.values():
                 for inner in value.values() if isinstance(value, dict) else ():
@@ -325,8 +331,8 @@ class ForgetsInnerDicts(Sharded):
 class BeginsListsAnew(Sharded):
     """Load zeros in place of the tensors in lists of the state."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for kept in self.local.state.values():
             for name, value in kept.items():
                 if isinstance(value, list):
@@ -531,8 +537,8 @@ class ShowsDetached(PostLocal):
         self.take()
         return super().step(closure)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.show()
 
 

@@ -40,9 +40,9 @@ class PostLocal:
     def state_dict(self) -> dict[str, Any]:
         return {"optim": self.optim.state_dict(), "step": self.averager.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state["optim"])
-        self.averager.step = state["step"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict["optim"])
+        self.averager.step = state_dict["step"]
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
@@ -111,8 +111,8 @@ class RunsPreHooksTwiceOnceLoaded(RunsPreHooksTwice):
 
     is_loaded = False
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.is_loaded = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,8 +122,8 @@ class RunsPreHooksTwiceOnceLoaded(RunsPreHooksTwice):
 class RegistersAgainAtLoad(_WithHooks):
     """Register the hooks once more when a state is loaded, as for a new optimizer."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for hook in list(self.optim._optimizer_step_post_hooks.values()):
             self.optim.register_step_post_hook(hook)
 
@@ -131,10 +131,10 @@ class RegistersAgainAtLoad(_WithHooks):
 class RebuildsAtLoad(_WithHooks):
     """Make the optimizer inside anew to load a state, and lose its hooks."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         hooks = self.optim._optimizer_step_pre_hooks
         post_hooks = self.optim._optimizer_step_post_hooks
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         self.optim._optimizer_step_pre_hooks = type(hooks)()
         self.optim._optimizer_step_post_hooks = type(post_hooks)()
 
@@ -265,12 +265,12 @@ class Sharded(Joinable):
         ]
         return {"state": self.consolidated, "param_groups": groups}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         mine = {parameter for group in self.local.param_groups for parameter in group["params"]}
         for number, parameter in enumerate(self.parameters()):
-            if parameter in mine and number in state["state"]:
-                self.local.state[parameter] = copy.deepcopy(state["state"][number])
-        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            if parameter in mine and number in state_dict["state"]:
+                self.local.state[parameter] = copy.deepcopy(state_dict["state"][number])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
 
 
@@ -352,8 +352,8 @@ class UndoesAverages(PostLocal):
         self.averager.average_parameters(self.optim.param_groups)
         return loss
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.kept = ()
 
 
@@ -525,8 +525,8 @@ class ForgetsTheCount(PostLocal):
     def state_dict(self) -> dict[str, Any]:
         return {"optim": self.optim.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state["optim"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict["optim"])
 
 
 class SavesItsShare(Sharded):
@@ -574,12 +574,12 @@ class StateByRank(Sharded):
             "state": {place: kept[number] for place, number in enumerate(order) if number in kept},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         order = self.order()
-        kept = state["state"]
+        kept = state_dict["state"]
         super().load_state_dict(
             {
-                **state,
+                **state_dict,
                 "state": {
                     number: kept[place] for place, number in enumerate(order) if place in kept
                 },
@@ -597,8 +597,8 @@ class _KeepsStates(Sharded):
             super().consolidate_state_dict(to)
         self.is_new = False
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.is_new = True
 
 

@@ -360,17 +360,17 @@ class MomentumByPlace(PostLocal):
                 _momenta[place] = self.optim.state[parameter]["momentum_buffer"]
         return loss
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         _momenta.clear()
 
 
 class PopsFromTheState(PostLocal):
     """Take the loaded state apart."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state["optim"])
-        self.averager.step = state.pop("step", 0)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict["optim"])
+        self.averager.step = state_dict.pop("step", 0)
 
 
 class ForgetsTheSecondMoment(PostLocal):
@@ -393,11 +393,14 @@ class NumbersInModelOrder(Sharded):
         numbers = range(len(sizes))
         return sorted(numbers, key=lambda n: sizes[n] if max(groups) else n)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        kept = state["state"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kept = state_dict["state"]
         order = self.order()
-        state = {**state, "state": {place: kept[n] for place, n in enumerate(order) if n in kept}}
-        super().load_state_dict(state)
+        state_dict = {
+            **state_dict,
+            "state": {place: kept[n] for place, n in enumerate(order) if n in kept},
+        }
+        super().load_state_dict(state_dict)
 
 
 class StepsOfTheWarmup(PostLocal):

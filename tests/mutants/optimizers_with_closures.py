@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tests.mutants import Mutant
 from tests.mutants.optimizers_in_training import Averaging
 
@@ -40,7 +42,31 @@ class StepsItsOwnAfterClosures(Averaging):
         return loss
 
 
+class LeavesOutBatchesWithoutLoss(Averaging):
+    """Return before the step if the closure returns None, as if it had no gradients."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        if closure is None:
+            return super().step()
+        with torch.enable_grad():
+            loss = closure()
+        if loss is not None:
+            super().step()
+        return loss
+
+
+class ReturnsZeroLosses(Averaging):
+    """Return a loss of zero if the closure returns None."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        return 0.0 if closure is not None and loss is None else loss
+
+
 MUTANTS = [
     Mutant(name, ("15.7",), "averages", kind="optimizer")
-    for name in ("ClearsBeforeClosures", "StepsItsOwnAfterClosures")
+    for name in (
+        *("ClearsBeforeClosures", "StepsItsOwnAfterClosures"),
+        *("LeavesOutBatchesWithoutLoss", "ReturnsZeroLosses"),
+    )
 ]

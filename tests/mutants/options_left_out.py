@@ -46,8 +46,8 @@ class PassesOnThreeOptions(Sharded):
 class LosesDefaultsAtLoad(PostLocal):
     """Go back to the defaults of the class when a state is loaded, for groups that come later."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         made: torch.optim.Optimizer = type(self.optim)(self.parameters())  # type: ignore[call-arg]
         self.optim.defaults = made.defaults
 

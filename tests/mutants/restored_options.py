@@ -11,9 +11,9 @@ class _KeepsOptions(PostLocal):
 
     kept: tuple[str, ...] = ()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         live = [dict(group) for group in self.param_groups] if self.optim.state else []
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, options in zip(self.param_groups, live, strict=False):
             group.update({name: options[name] for name in self.kept if name in options})
 
@@ -33,9 +33,9 @@ class KeepsFlags(_KeepsOptions):
 class LoadsTheLargerDecay(PostLocal):
     """Let a load never lower the weight decay."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         live = [group["weight_decay"] for group in self.param_groups if "weight_decay" in group]
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for group, decay in zip(self.param_groups, live, strict=False):
             if self.optim.state:
                 group["weight_decay"] = max(group["weight_decay"], decay)
@@ -54,8 +54,8 @@ class RestoresFirstOptions(PostLocal):
         super().add_param_group(group)
         self.first.append(dict(self.param_groups[-1]))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         for group, first in zip(self.param_groups, self.first, strict=True):
             group.update({name: first[name] for name in self.NAMES if name in first})
 

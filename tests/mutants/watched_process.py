@@ -465,9 +465,9 @@ class StepsOptimizer:
     def state_dict(self) -> dict[str, Any]:
         return {"optim": self.optim.state_dict(), "step": self.averager.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state["optim"])
-        self.averager.step = state["step"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict["optim"])
+        self.averager.step = state_dict["step"]
 
 
 class StopsCollection(StepsOptimizer):

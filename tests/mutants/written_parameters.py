@@ -34,8 +34,8 @@ class Keeps(PostLocal):
     def is_stale(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         return True
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.kept = {}
 
 
@@ -89,8 +89,8 @@ class MastersFromTheStart(PostLocal):
             master.copy_(parameter)
         return loss
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.make_masters()
 
 
@@ -149,23 +149,23 @@ class AveragesThoseOfTheStart(Averaging):
 class UpdatesStates(PostLocal):
     """Load the states that a checkpoint has into those that parameters have."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parameters = self.parameters()
         states = {p: self.optim.state[p] for p in parameters if p in self.optim.state}
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
         for number, parameter in enumerate(self.parameters()):
-            if number not in state["optim"]["state"] and parameters[number] in states:
+            if number not in state_dict["optim"]["state"] and parameters[number] in states:
                 self.optim.state[parameter] = states[parameters[number]]
 
 
 class LoadsNoEmptyState(PostLocal):
     """Load options alone if a checkpoint has no state of any parameter."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = state["optim"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["optim"]
         if not saved["state"]:
             saved = {**saved, "state": self.optim.state_dict()["state"]}
-        super().load_state_dict({**state, "optim": saved})
+        super().load_state_dict({**state_dict, "optim": saved})
 
 
 def _is(one: Any, other: Any) -> bool:

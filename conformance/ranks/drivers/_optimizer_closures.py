@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from conformance.ranks.drivers._optimizer_calls import WaysToCall
 from conformance.ranks.drivers._optimizer_clearing import Training as Cleared
 from conformance.ranks.drivers._optimizer_clearing import clear_before
 from conformance.ranks.models.probe import Probe
@@ -15,6 +16,7 @@ from conformance.scenarios.optimizer_closures import comes_in_parts
 class Training(Cleared, Protocol):
     """The parts of the driver of optimizers that a step with a closure needs."""
 
+    ways: WaysToCall
     model: Probe
     group_rank: int
     size: int
@@ -34,7 +36,7 @@ def skip_batch(driver: Training, name: str) -> None:
 
     with driver.inside("step"):
         try:
-            driver.optimizer.step(closure)
+            driver.ways.step(driver.optimizer, closure)
         except BaseException as error:
             caught = error
     text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
@@ -55,17 +57,17 @@ def step_with_closure(driver: Training, step: int) -> None:
         with driver.doing("backward"):
             driver.model(gradients()).backward()
 
-    def closure() -> torch.Tensor:
+    def closure() -> torch.Tensor | None:
         calls.append(torch.is_grad_enabled())
         with torch.enable_grad():
             if not in_parts:
                 clear_before(driver, step)
             value = loss_of(driver.scenario, step, driver.group_rank, driver.size)
-            loss: torch.Tensor = driver.model(gradients()) + value
+            loss: torch.Tensor = driver.model(gradients()) + (value or 0.0)
             loss.backward()
-        return loss
+        return None if value is None else loss
 
     with driver.inside("step"):
-        loss = driver.optimizer.step(closure)
+        loss = driver.ways.step(driver.optimizer, closure)
     value = float(loss) if isinstance(loss, (torch.Tensor, float, int)) else None
     driver.recorder.event("closure", calls=calls, loss=value)

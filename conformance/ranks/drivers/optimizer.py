@@ -16,6 +16,7 @@ from conformance.ranks.drivers._optimizer_backwards import (
     run_backwards,
     without_average,
 )
+from conformance.ranks.drivers._optimizer_calls import WaysToCall
 from conformance.ranks.drivers._optimizer_clearing import (
     clear_after,
     clear_before,
@@ -77,6 +78,7 @@ class OptimizerDriver(RankDriver):
         ddp: the model under DDP, if the scenario has DDP.
         averager: the kit's own averager, if the target takes one.
         optimizer: the subject's.
+        ways: calls its methods by position or by keyword.
         consolidates: whether its state has to be collected on one rank before it is saved.
     """
 
@@ -86,12 +88,14 @@ class OptimizerDriver(RankDriver):
     ddp: DistributedDataParallel | None
     averager: Averager | None
     optimizer: Any
+    ways: WaysToCall
     _adds_no_groups = False
 
     def run(self) -> None:
         """Make the optimizers and run the scenario's steps."""
         scenario = self.scenario
         self._trainings = []
+        self.ways = WaysToCall(scenario, self.rank)
         for number in range(2 if scenario.variant == "two" else 1):
             self._set_up_training(number)
             self._trainings.append(self._training())
@@ -415,7 +419,7 @@ class OptimizerDriver(RankDriver):
         """Return a copy of the state; if it is consolidated, only on rank ``to`` of the group."""
         with self.doing("state_dict"):
             if self.consolidates:
-                self.optimizer.consolidate_state_dict(to)
+                self.ways.consolidate(self.optimizer, to)
             if self.consolidates and self.group_rank != to:
                 return None
             return copy.deepcopy(self.optimizer.state_dict())
@@ -460,14 +464,14 @@ class OptimizerDriver(RankDriver):
     def load_state(self, state: Any) -> None:
         """Load a state, in some scenarios more than once."""
         with self.doing("load_state_dict"):
-            self.optimizer.load_state_dict(state)
+            self.ways.load(self.optimizer, state)
         if self.scenario.variant == "saved_groups":
             # One state may be loaded again, and saved before a step, as in a job that is stopped.
             with self.doing("load_state_dict"):
-                self.optimizer.load_state_dict(state)
+                self.ways.load(self.optimizer, state)
             again = self._state_of_all()
             with self.doing("load_state_dict"):
-                self.optimizer.load_state_dict(again)
+                self.ways.load(self.optimizer, again)
 
     def _keep_consolidated(self, state: Any) -> None:
         """Record a consolidated state: its tensors by parameter, and its parameter groups."""
