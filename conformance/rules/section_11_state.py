@@ -330,9 +330,9 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
 
     The trainer calls the function with the factor before the next forward; for the first factor
     twice, with two factors that make it up, as for a model that rests while another one trains
-    under the same GradScaler. One parameter has 2**16 to 2**17 elements. If ``keeps_unused`` is
-    claimed, too, or ``compressed(feedback=ef21)``, the scale also changes in a run in which each
-    parameter rests in turn, as in 11.5.
+    under the same GradScaler. One parameter has 2**16 to 2**17 elements, and two or more share a
+    bucket in each run. If ``keeps_unused`` is claimed, too, or ``compressed(feedback=ef21)``, the
+    scale also changes in a run in which each parameter rests in turn, as in 11.5.
     In another run the scale falls by 2**-7 or less after a step that overflows on one rank, as
     GradScaler lets it. The hook may lose then what it held back: what it has sent of that since is
     in the new units.

@@ -18,12 +18,13 @@ feedback_unused 7 to 9 rests, each of one to three steps, at least two longer th
                 sizes of the matrices; whether each has a bucket of its own; for half of the seeds
                 two to four micro-batches a step
 feedback_rescaled
-                four loss scales of 2**0 to 2**16, each for three to six steps; the second is
-                lower than the first by 2**7 to 2**10, the third higher than the second by 2**3 or
-                more
+                the sizes of four parameters, two of which share a bucket; four loss scales of 2**0
+                to 2**16, each for three to six steps; the second is lower than the first by 2**7 to
+                2**10, the third higher than the second by 2**3 or more
 feedback_overflown
-                three to six steps, an overflow on one rank or on all, and six to nine steps at a
-                loss scale that is lower by 2**7 to 2**10
+                the sizes of five parameters, two or more of which share a bucket; three to six
+                steps, an overflow on one rank or on all, and six to nine steps at a loss scale that
+                is lower by 2**7 to 2**10
 fails_late      a small bucket; the failure happens in step 4 to 255, every step as likely as the
                 one of twice its number
 """
@@ -51,6 +52,8 @@ _LAST_LATE_FAILURE = 255
 _CAP = 64 / 2**20
 # Two or three matrices of about 3 KiB.
 _CAP_OF_SEVERAL = 6 / 2**10
+# A matrix of 3 to 5 KiB and the vector after it.
+_CAP_OF_PAIRS = 4 / 2**10
 
 # GradScaler begins with 2**16: the first step is the one that overflows most often.
 SPECIAL_FIRST = replace(
@@ -115,7 +118,7 @@ COLLECTIVE_RAISES_LATE = replace(
     fault=replace(VALUES.fault, kind="collective_raises"),
 )
 
-# Each parameter has a bucket of its own after the first step.
+# DDP fills buckets from the last parameter on.
 _MATRICES = (Param((24, 32)), Param((32, 24)), Param((28, 28)), Param((300,)), Param((24, 24)))
 
 FEEDBACK_UNUSED = Scenario(
@@ -135,7 +138,8 @@ FEEDBACK_RESCALED = Scenario(
     params=(*_MATRICES[1:4], Param((70_000,))),
     steps=("normal",) * 16,
     world_sizes=(2,),
-    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    # Two parameters share a bucket; the largest one and the first one have their own.
+    ddp=DDPOptions(bucket_cap_mb=_CAP_OF_PAIRS),
     loss_scales=(16,) * 4 + (10,) * 4 + (13,) * 4 + (12,) * 4,
     prerequisite="buckets",
 )
@@ -146,7 +150,7 @@ FEEDBACK_OVERFLOWN = Scenario(
     params=_MATRICES,
     steps=("normal",) * 3 + ("inf/1/all",) + ("normal",) * 6,
     world_sizes=(2,),
-    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    ddp=DDPOptions(bucket_cap_mb=_CAP_OF_PAIRS),
     loss_scales=(16,) * 4 + (8,) * 6,
     prerequisite="buckets",
 )

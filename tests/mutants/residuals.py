@@ -285,6 +285,41 @@ def forgets_the_factor_of_an_expert(state: Any, bucket: Bucket) -> Result:
     return halves_with_feedback(state, bucket)
 
 
+class RescalesSingles(_AtUse):
+    """Rescales the residuals of buckets of one parameter; those of several are flat tensors, which
+    are kept elsewhere."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(process_group)
+        self.buckets: dict[torch.nn.Parameter, list[torch.nn.Parameter]] = {}
+
+    def rescale(self, factor: float) -> None:
+        for parameter, residual in self.kept.items():
+            if self.is_rescaled(parameter):
+                residual.mul_(factor)
+
+    def is_rescaled(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a parameter is alone in its bucket."""
+        return len(self.buckets[parameter]) == 1
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        self.buckets |= dict.fromkeys(self.in_bucket, self.in_bucket)
+        return Residuals.is_unused(self, parts)
+
+
+class RescalesTheFirst(RescalesSingles):
+    """Rescales the first part of each bucket's residual."""
+
+    def is_rescaled(self, parameter: torch.nn.Parameter) -> bool:
+        return self.buckets[parameter][0] is parameter
+
+
+def rescales_a_part(state: Any, bucket: Bucket) -> Result:
+    """Leave residuals of buckets of several parameters in units of the old loss scale."""
+    state.in_bucket = bucket.parameters()
+    return halves_with_feedback(state, bucket)
+
+
 class Clamps(Residuals):
     """Clamps the factor to a quarter and four."""
 
@@ -412,6 +447,10 @@ MUTANTS = [
     _mutant("rescales_small_ones", "11.6", "SmallOnly,limit=9_000"),
     _mutant("rescales_small_ones", "11.6", "SmallOnly,limit=40_000"),
     _mutant("rescales_a_copy", "11.6", "RescalesACopy"),
+    *(
+        _mutant("rescales_a_part", "11.6", state, "compressed(delta=0.25), rescaled(call=rescale)")
+        for state in ("RescalesSingles", "RescalesTheFirst")
+    ),
     _mutant("keeps_one_factor", "11.6", "KeepsTheLast"),
     _mutant("keeps_one_factor", "11.6", "KeepsTheFirst"),
     _mutant("forgets_the_factor_of_an_expert", "11.6", "LosesAtRest"),

@@ -41,6 +41,15 @@ def ef_sign(state: State, bucket: Bucket) -> Result:
     return completed(torch.stack([unpack(*one) for one in everyones]).mean(0).to(buffer.dtype))
 
 
+class StateOfScaler(State):
+    """A state that follows a GradScaler."""
+
+    def rescale(self, factor: float) -> None:
+        """Take the residuals to the units of a new loss scale."""
+        for residual in self.residuals.kept.values():
+            residual.mul_(factor)
+
+
 def one_bit(state: State, bucket: Bucket) -> Result:
     """Send one bit per element, and two means per block of 64 elements (Seide et al.).
 
@@ -147,6 +156,12 @@ RIGHT = [
     Right("fp8_feedback", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("one_bit", FEEDBACK, STATE),
     Right("ef_sign", "compressed(delta=0.15, ratio=0.04)", STATE, sections=COMPRESSORS),
+    Right(
+        "ef_sign",
+        "compressed(delta=0.15, ratio=0.04), rescaled(call=rescale)",
+        f"{__name__}:StateOfScaler",
+        sections=("11",),
+    ),
     Right(
         "fp8",
         "compressed(feedback=False, delta=0.99, ratio=0.27)",

@@ -10,8 +10,9 @@ with L = 1/16. A parameter that no rank uses in a step has no y(t): DDP drops th
 last steps feed faint gradients until at most 1/256 of a residual is left (``oracles/lossy``): the
 residual is seldom larger than a few gradients, so that the rest is below 1/64 of the right side.
 Faint gradients are 2**-20 of the others; they are part of the means, and what is held back of them
-is far below the limit. A bucket has up to three parameters of about one size, so that what is left
-of one is at most the root of 3 times that.
+is far below the limit. With one scale for a bucket, what is left of a parameter is a part of what
+is left of the bucket, which has up to eight times as many elements: it is below the root of 8 times
+1/64, which is 0.045.
 
 What a mistake costs. A compressor that sends the share delta of its input, in squares, sends
 ||e|| sqrt(delta) of a residual e in a step whose result is dropped. If the residual is as long as a
