@@ -3,7 +3,7 @@
 import torch
 
 from conformance.judging.oracles.loaded_states import require_refused_by_all
-from conformance.judging.oracles.optimizer import require_right
+from conformance.judging.oracles.optimizer import note_other_names, require_right
 from conformance.judging.oracles.optimizer_calls import (
     require_own_entries,
     require_right_with_rates,
@@ -44,8 +44,7 @@ KEEPS_STATES = (
     "#109; pytorch #63340, #78988",
     remedy="state_dict() has to hold the wrapped optimizer's state and the averager's step; "
     "indices of parameters across ranks; a rank in the state: it is that of the rank that saved; "
-    "names of parameters: they are torch's, load_state_dict(state_dict) and "
-    "consolidate_state_dict(to=0)",
+    "arguments that come by keyword, which *args does not hold",
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     """New processes that load the state_dict() of step 13 continue as if there had been no break.
@@ -60,8 +59,10 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 
     Arguments come by position on some ranks, and by keyword on others, under torch's names:
     load_state_dict(state_dict=...), consolidate_state_dict(to=...), or without an argument for the
-    first rank. The way of each rank is drawn from the session's seed; later calls take turns.
+    first rank. The way of each rank is drawn from the session's seed; later calls take turns. A
+    call that the signature does not take is left out: it raises a TypeError in training.
     """
+    note_other_names(run, found)
     require_refused_by_all(run, found)
     require_right(run, found)
 

@@ -8,7 +8,7 @@ from conformance.judging.common_rules import (
     refuses_fewer_ranks,
     right_however_strings_hash,
 )
-from conformance.judging.oracles.optimizer import require_right
+from conformance.judging.oracles.optimizer import note_other_names, require_right
 from conformance.judging.oracles.optimizer_calls import (
     require_one_averager_call,
     require_own_entries,
@@ -232,12 +232,14 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
     remedy="pass the closure to the wrapped optimizer and return its result; do not wrap step() in "
     "torch.no_grad(); a zero_grad() before the closure, which may add to gradients that are there; "
     "ranks that do not agree on the parameters with gradients after it; put back in a finally "
-    "what step() sets, as a guard against a second call; torch's name of the parameter: closure",
+    "what step() sets, as a guard against a second call; a closure that comes by keyword, which "
+    "*args does not hold",
 )
 def closures(run: Run, claims: Claims, found: Found) -> None:
     """step(closure) calls the closure once, with gradients enabled, before it steps, and returns
     the closure's loss; the averager is called once. Calls are step(closure) and, as by Lightning,
-    step(closure=closure) in turns; the first one of each rank is drawn.
+    step(closure=closure) in turns; the first one of each rank is drawn. The second one is left out
+    if the parameter has another name: it raises a TypeError in training.
 
     An exception of a closure comes out of step(), which has changed nothing and called no averager;
     the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration,
@@ -261,6 +263,7 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
     if any(member.first("takes_no_closure") for member in run.ranks):
         found.does_not_apply(NO_CLOSURE)
         return
+    note_other_names(run, found)
     if run.scenario.variant == HALF.variant:
         require_right_in_half(run, found, closed=True)
         return

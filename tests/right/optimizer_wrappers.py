@@ -51,9 +51,9 @@ class Delegates:
     def state_dict(self) -> list[Any]:
         return [self._inner.state_dict(), self._averager.step]
 
-    def load_state_dict(self, state_dict: list[Any]) -> None:
-        self._inner.load_state_dict(state_dict[0])
-        self._averager.step = state_dict[1]
+    def load_state_dict(self, state: list[Any]) -> None:
+        self._inner.load_state_dict(state[0])
+        self._averager.step = state[1]
 
 
 class LeavesZeros(Delegates):
@@ -82,8 +82,8 @@ class ListsGroups(Delegates):
         self._averager.average_parameters([p for group in self.groups for p in group["params"]])
         return loss
 
-    def load_state_dict(self, state_dict: list[Any]) -> None:
-        super().load_state_dict(state_dict)
+    def load_state_dict(self, state: list[Any]) -> None:
+        super().load_state_dict(state)
         self._list()
 
 
@@ -338,9 +338,9 @@ class StowsIdleStates(Delegates):
         self._bring_back()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: list[Any]) -> None:
+    def load_state_dict(self, state: list[Any]) -> None:
         self.stowed.clear()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state)
 
 
 def of_its_own_class(
@@ -447,8 +447,8 @@ class BySlices:
     def state_dict(self) -> Any:
         return self.inner.state_dict()
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
 
 
 class ClipsSlices(BySlices):

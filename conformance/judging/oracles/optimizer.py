@@ -49,6 +49,13 @@ def note_added_groups(run: Run, found: Found) -> None:
         found.note(NO_ADDED_GROUPS)
 
 
+def note_other_names(run: Run, found: Found) -> None:
+    """Note the calls that the optimizer does not take, since its parameters have other names."""
+    calls = {event["call"] for rank in run.ranks for event in rank.all("not_called")}
+    for call in sorted(calls):
+        found.note(f"{call} is not judged: its signature does not take this")
+
+
 def _require_parameter(
     run: Run, found: Found, right: Steps, rank: int, step: int, index: int
 ) -> None:

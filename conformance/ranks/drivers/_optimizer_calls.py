@@ -7,6 +7,8 @@ torch.distributed.checkpoint calls ``load_state_dict(state_dict=...)``, Lightnin
 from collections import Counter
 from typing import Any
 
+from conformance.ranks.drivers._optimizer_use import takes
+from conformance.records.recorder import Recorder
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_in_half import HALF
 from conformance.scenarios.seeds import generator
@@ -16,44 +18,51 @@ class WaysToCall:
     """Calls the methods of optimizers in all of their ways, in turns.
 
     The first way of each method is drawn from the session's seed, and is another one on the next
-    rank.
+    rank. A method whose parameters have other names is called by position, and that is recorded.
 
     Args:
         scenario: the scenario, with its seed.
         rank: the global rank.
+        recorder: of the rank.
     """
 
-    def __init__(self, scenario: Scenario, rank: int) -> None:
+    def __init__(self, scenario: Scenario, rank: int, recorder: Recorder) -> None:
         self._scenario = scenario
         self._rank = rank
+        self._recorder = recorder
         self._counts: Counter[str] = Counter()
 
     def load(self, optimizer: Any, state: Any) -> None:
         """Load a state."""
-        if self._turn("load_state_dict", 2):
-            optimizer.load_state_dict(state_dict=state)
+        load = optimizer.load_state_dict
+        if self._turn(load, "load_state_dict(state_dict=...)", state_dict=state):
+            load(state_dict=state)
         else:
-            optimizer.load_state_dict(state)
+            load(state)
 
     def step(self, optimizer: Any, closure: Any) -> Any:
         """Step with a closure, and return the result."""
-        # An error in that scenario would fail 15.9, which judges no closures.
-        if self._scenario.variant != HALF.variant and self._turn("step", 2):
+        # 15.9 reads the scenario of half precision, too, and judges no closures.
+        may_have_name = self._scenario.variant != HALF.variant
+        if may_have_name and self._turn(optimizer.step, "step(closure=...)", closure=closure):
             return optimizer.step(closure=closure)
         return optimizer.step(closure)
 
     def consolidate(self, optimizer: Any, to: int) -> None:
         """Collect the state on a rank of the group; the first one is the default."""
-        turn = self._turn(f"consolidate_state_dict {to}", 2 if to else 3)
-        if turn == 2:
-            optimizer.consolidate_state_dict()
-        elif turn:
-            optimizer.consolidate_state_dict(to=to)
+        collect = optimizer.consolidate_state_dict
+        if to == 0 and self._turn(collect, "consolidate_state_dict()"):
+            collect()
+        elif self._turn(collect, "consolidate_state_dict(to=...)", to=to):
+            collect(to=to)
         else:
-            optimizer.consolidate_state_dict(to)
+            collect(to)
 
-    def _turn(self, name: str, ways: int) -> int:
-        """Return the way of the next call of a method."""
-        first = generator(self._scenario, f"calls of {name}").randrange(ways)
-        self._counts[name] += 1
-        return (first + self._rank + self._counts[name] - 1) % ways
+    def _turn(self, method: Any, call: str, **kwargs: Any) -> bool:
+        """Return whether the next call is this one, which comes in every other turn."""
+        if not takes(method, **kwargs):
+            self._recorder.event("not_called", call=call)
+            return False
+        first = generator(self._scenario, f"calls of {call}").randrange(2)
+        self._counts[call] += 1
+        return bool((first + self._rank + self._counts[call]) % 2)

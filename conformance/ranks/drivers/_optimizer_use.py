@@ -16,15 +16,20 @@ from conformance.scenarios.optimizer import AFTER_LOAD, Setting
 _KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
 
 
-def takes_closure(optimizer: Any) -> bool:
-    """Whether ``step()`` has a parameter for a closure."""
+def takes(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+    """Whether the signature of a method takes these arguments."""
     try:
-        inspect.signature(optimizer.step).bind(None)
+        inspect.signature(method).bind(*args, **kwargs)
     except TypeError:
         return False
     except ValueError:  # a function without a signature may take anything
         return True
     return True
+
+
+def takes_closure(optimizer: Any) -> bool:
+    """Whether ``step()`` has a parameter for a closure."""
+    return takes(optimizer.step, None)
 
 
 def has_added_groups(optimizer: Any) -> bool:
@@ -34,13 +39,7 @@ def has_added_groups(optimizer: Any) -> bool:
 
 def takes_set_to_none(optimizer: Any) -> bool:
     """Whether ``zero_grad()`` has a parameter ``set_to_none``."""
-    try:
-        inspect.signature(optimizer.zero_grad).bind(set_to_none=False)
-    except TypeError:
-        return False
-    except ValueError:  # a function without a signature may take anything
-        return True
-    return True
+    return takes(optimizer.zero_grad, set_to_none=False)
 
 
 def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, Any]:

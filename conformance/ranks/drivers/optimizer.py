@@ -95,7 +95,7 @@ class OptimizerDriver(RankDriver):
         """Make the optimizers and run the scenario's steps."""
         scenario = self.scenario
         self._trainings = []
-        self.ways = WaysToCall(scenario, self.rank)
+        self.ways = WaysToCall(scenario, self.rank, self.recorder)
         for number in range(2 if scenario.variant == "two" else 1):
             self._set_up_training(number)
             self._trainings.append(self._training())
