@@ -78,12 +78,16 @@ class RankRecord:
     coverage: dict[str, Any] | None = None
     _by_name: dict[str, list[dict[str, Any]]] = field(default_factory=dict, init=False, repr=False)
     _sorted: int = field(default=0, init=False, repr=False)
+    _last: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
     def _named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name. Rules ask for them a hundred thousand times."""
+        if self.events[self._sorted - 1 : self._sorted] != self._last:
+            self._by_name, self._sorted = {}, 0  # tests insert events, and remove some
         for event in self.events[self._sorted :]:
             self._by_name.setdefault(event["event"], []).append(event)
         self._sorted = len(self.events)
+        self._last = self.events[-1:]
         return self._by_name.get(name, [])
 
     def all(self, name: str, /, **fields: Any) -> Iterator[dict[str, Any]]:
