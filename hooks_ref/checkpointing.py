@@ -101,7 +101,7 @@ class CheckpointWrapper(ActivationWrapper):
         self.checkpoint_impl = CheckpointImpl(checkpoint_impl)
         # A context of selective checkpoints keeps the results of operations: the copies of buffers
         # that a repeated forward takes must be made outside of it.
-        self._context_fn = checkpoint_fn_kwargs.get("context_fn") if checkpoint_fn is None else None
+        self._context_fn = checkpoint_fn_kwargs.get("context_fn")
         reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
         # Up to torch 2.12 a checkpoint without reentry leaves its hooks on saved tensors in force
         # if the forward raises an error. So the error is raised after the checkpoint has returned.

@@ -17,13 +17,15 @@ from conformance.subjects.claims import Claims
     source="pytorch test_load_activation_checkpointed_module; torch's ActivationWrapper: loads "
     "into modules that are not wrapped",
     remedy="remove the wrapper's own prefix from keys on saving, and add it on loading; behind the "
-    "prefix that the hook is called with, not anywhere in the key",
+    "prefix that the hook is called with, not anywhere in the key. state_dict() of the module has "
+    "its extra states, and leaves out buffers that are not persistent: named_buffers() does not",
 )
 def state(run: Run, claims: Claims, found: Found) -> None:
     """The keys of a state_dict, of the wrapper and of the network around it, are those without the
     wrapper, in any order; a state_dict that is saved with the wrapper loads strictly without it,
-    and the reverse. The same holds in a module that has the name which DDP or torch.compile gives
-    it."""
+    and the reverse. Parameters, buffers and extra states (get_extra_state) have the saved values
+    then, and buffers with persistent=False are neither saved nor loaded. The same holds in a module
+    that has the name which DDP or torch.compile gives it."""
     require_compared(run, found, "keys: ", "load: ")
 
 

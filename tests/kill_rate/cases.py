@@ -240,6 +240,7 @@ MORE = {
     "checkpointing": [
         _own("wrapper", "with_its_own_function", "recomputes"),
         _own("wrapper", "inside_a_model", "recomputes"),
+        _own("wrapper", "keeps_products"),
     ],
     "gossip": [
         Case(

@@ -4,6 +4,7 @@ A copy of this file stands beside the mutated references, and imports them.
 """
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ def with_its_own_function(module: torch.nn.Module) -> torch.nn.Module:
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     return hooks_ref.checkpoint_wrapper(module, checkpoint_fn=function)
+
+
+def keeps_products(module: torch.nn.Module) -> torch.nn.Module:
+    """Recompute all but products."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    return hooks_ref.checkpoint_wrapper(module, context_fn=contexts)
 
 
 def inside_a_model(module: torch.nn.Module) -> torch.nn.Module:

@@ -1,5 +1,9 @@
-"""Mutants of rule 19.10: wrappers that take parts of a key which others have added for theirs."""
+"""Mutants of rule 19.10: wrappers that take parts of a key which others have added for theirs, and
+those that save or load other states than the module does.
+"""
 
+from collections import OrderedDict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,8 +47,42 @@ class LooksForItsNameAnywhere(Around):
         _renamed(state_dict, {key: f"{prefix}module.{key[len(prefix) :]}" for key in plain})
 
 
+class SavesTensors(Around):
+    """Save all parameters and buffers: extra states are lost, passing buffers are saved."""
+
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        state = OrderedDict() if destination is None else destination
+        for name, one in chain(self.module.named_parameters(), self.module.named_buffers()):
+            state[prefix + name] = one if keep_vars else one.detach()
+        return state
+
+
+class SavesAllBuffers(Around):
+    """Save buffers that are not persistent, too."""
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        state.update({prefix + name: one for name, one in self.module.named_buffers()})
+        return state
+
+
+class LoadsTensors(Around):
+    """Leave extra states as they are on loading."""
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *_: Any) -> None:
+        for key, value in self.module.state_dict(prefix=prefix).items():
+            if key.endswith("_extra_state"):
+                state_dict[key] = value
+        super()._load_from_state_dict(state_dict, prefix)
+
+
 MUTANTS = [
     Mutant("DropsItsNameAnywhere", ("19.10",), kind="wrapper"),
     Mutant("CleansKeys", ("19.10",), kind="wrapper"),
     Mutant("LooksForItsNameAnywhere", ("19.10",), kind="wrapper"),
+    Mutant("SavesTensors", ("19.10",), kind="wrapper"),
+    Mutant("SavesAllBuffers", ("19.10",), kind="wrapper"),
+    Mutant("LoadsTensors", ("19.10",), kind="wrapper"),
 ]

@@ -55,6 +55,13 @@ class ByHand(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inside"], name)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["inside"].state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # It has no children of its own: those of the module inside load by themselves.
+        self.__dict__["inside"]._load_from_state_dict(*args)
+
     def train(self, mode: bool = True) -> "ByHand":
         self.__dict__["inside"].train(mode)
         return super().train(mode)

@@ -316,7 +316,7 @@ def require_compared(run: Run, found: Found, *prefixes: str) -> None:
                     got == wanted,
                     _shortened(wanted, got) if wanted != [] else "no error and no difference",
                     f"rank {rank.rank}, {event['what']}: {_shortened(got, wanted)}",
-                    prefix_cause(got, wanted),
+                    prefix_cause(got, wanted) or _cause_of_keys(event),
                 )
 
 
@@ -358,6 +358,19 @@ def prefix_cause(names: Any, wanted: Any) -> str:
         "the names have a part too many, such as the attribute under which the wrapper keeps the "
         "module"
     )
+
+
+def _cause_of_keys(event: Event) -> str:
+    """Return the cause of keys that are too many, or too few, for a buffer or an extra state."""
+    names = event["got"]
+    wanted = event["wanted"]
+    if not event["what"].startswith("keys: ") or not isinstance(names, list):
+        return ""
+    lost = [name for name in wanted if name not in names]
+    if lost and all(str(name).endswith("_extra_state") for name in lost):
+        return "the extra states of modules are not saved"
+    is_longer = not lost and len(names) > len(wanted)
+    return "more is saved than the module saves" if is_longer else ""
 
 
 def _differ(got: torch.Tensor, right: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from conformance.ranks.drivers._mixed_arguments import (
     form,
     lone_result,
 )
+from conformance.ranks.drivers._module_states import HasState
 from conformance.ranks.drivers._nested_blocks import wrap_levels
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.interrupts import ERROR
@@ -138,6 +139,10 @@ class Block(nn.Module):
         for layer in (self.norm, nn.functional.gelu, self.dropout):
             inside = layer(WATCH.sees(self.called, inside))
         return x + self.outer(inside)
+
+
+class Stateful(HasState, Block):
+    """A block with a state beside its parameters."""
 
 
 class BeginsWithNorm(nn.Module):
@@ -262,10 +267,10 @@ class Passes(nn.Module):
 class Nest(nn.Module):
     """A block that holds another block, which is wrapped too."""
 
-    def __init__(self, called: str) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.block = Block(f"{called}.block")
+        self.block = block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(self.linear(x).tanh())
@@ -331,7 +336,8 @@ class Calls(Stack):
     def __init__(self, numbers: random.Random) -> None:
         results = [drawn_results(numbers), drawn_results(numbers), lone_result(numbers)]
         mixes = [Mixes(WIDTH, drawn_kinds(numbers), names) for names in results]
-        super().__init__([Joins(), Nest("nest"), Joins(), Joins(), *mixes])
+        nest = Nest(Block("nest.block"))
+        super().__init__([Joins(), nest, Joins(), Joins(), *mixes])
         self.other = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.numbers = numbers
@@ -450,8 +456,9 @@ def _layers(scenario: Scenario) -> Stack:
     if variant == "unused":
         return Stack([Block(f"block {index}") for index in range(5)])
     if variant == "module":
-        pair = nn.Sequential(Block("first"), Block("second"))
-        return Stack([Block("block", drops=0.25, batch=True), pair, Nest("nest")])
+        pair = nn.Sequential(Block("first"), Stateful("second"))
+        nest = Nest(Stateful("nest.block"))
+        return Stack([Stateful("block", drops=0.25, batch=True), pair, nest])
     if variant == "twice":
         return Twice()
     if variant == "calls":
