@@ -270,8 +270,9 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict(to), "
     "PostLocalSGDOptimizer.load_state_dict; Optimizer.load_state_dict, which matches by place and "
-    "not by name; pytorch #63340, #78988",
-    remedy="numbers of parameters across interleaved groups, or from before a group was added; "
+    "not by name; pytorch #51601, #63340, #78988",
+    remedy="numbers of parameters across interleaved groups, or from before a group was added, as "
+    "those of an earlier save; "
     "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
     "options, entries of the user's own, or max_exp_avg_sq of amsgrad, that are not saved; a "
     "loaded state that waits for the next step, and is not in state_dict() until then; lists of "
@@ -282,9 +283,10 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     at a drawn step of the warm-up; new processes load the state twice, save and load it once more
     before they step, and continue.
 
-    A group was added at a drawn step before the save. New processes make one or two groups at
-    first, and add the others before they load. As by torch.optim, states and options are matched by
-    places in the groups: in these processes parameters of equal shapes have changed places. One
+    A group was added at a drawn step before the save, and after an earlier state_dict(). New
+    processes make one or two groups at first, and add the others before they load. As by
+    torch.optim, states and options are matched by places in the groups: in these processes
+    parameters of equal shapes have changed places. One
     group has amsgrad. The user's own entries in groups, such as a name or initial_lr, are saved
     and loaded like options; their names and values are drawn. At a drawn step after the save, or
     after the load, one more group is added: it is stepped, averaged, and has the rate that is

@@ -152,8 +152,8 @@ SAVED_GROUPS = replace(
     SAVED,
     name="optimizer_saved_groups",
     summary="on subgroups, Adam with interleaved parameter groups and rewritten rates is saved "
-    "within the warm-up, after a group was added; one group has amsgrad, and one is added later; "
-    "one or two parameters are trained after the save alone",
+    "within the warm-up, before and after a group was added; one group has amsgrad, and one is "
+    "added later; one or two parameters are trained after the save alone",
     params=(*_PARAMS, Param((5, 3)), Param((7,)), Param((3,))),
     steps=("normal",) * 14,
     world_sizes=(),

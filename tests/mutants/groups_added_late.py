@@ -94,6 +94,35 @@ class SchedulesLoaded(Sharded):
         self.count = len(self.param_groups)
 
 
+class NumbersOfTheFirstSave(Sharded):
+    """Number the parameters in the first save: later ones lack the states of added groups."""
+
+    count: int | None = None
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        super().consolidate_state_dict(to)
+        if self.count is None:
+            self.count = len(self.parameters())
+        self.consolidated = {
+            number: kept for number, kept in self.consolidated.items() if number < self.count
+        }
+
+
+class EntriesOfTheFirstSave(PostLocal):
+    """List the parameters in the first save, and save the states of no others."""
+
+    listed: set[torch.Tensor] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.listed is None:
+            self.listed = set(self.parameters())
+        state = super().state_dict()
+        numbers = [n for n, one in enumerate(self.parameters()) if one in self.listed]
+        inner = state["optim"]
+        kept = {number: inner["state"][number] for number in numbers if number in inner["state"]}
+        return {**state, "optim": {**inner, "state": kept}}
+
+
 OF = {"kind": "optimizer"}
 _RESUMED = {"15.28": "a group is added after a load in new processes as well"}
 MUTANTS = [
@@ -103,6 +132,10 @@ MUTANTS = [
     *(
         Mutant(name, ("15.14",), because=_RESUMED, **OF)
         for name in ("AveragesLoaded", "SchedulesLoaded")
+    ),
+    *(
+        Mutant(name, ("15.28",), **OF)
+        for name in ("NumbersOfTheFirstSave", "EntriesOfTheFirstSave")
     ),
     Mutant("AveragesGroupsOfTheLoad", ("15.14",), "averages", because=_RESUMED, **OF),
 ]

@@ -122,8 +122,10 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
                 return on_one_group(scenario, scenario.size)
             return on_two_groups(scenario, generator(scenario, "groups"))
         case SAVED_GROUPS.variant:
-            saves_at = plan_of(scenario).saves_at
-            return replace(scenario, resume=replace(scenario.resume, saves_at=saves_at))
+            plan = plan_of(scenario)
+            # Numbers of parameters may be kept from a state before the added group.
+            resume = replace(scenario.resume, saves_at=plan.saves_at, also_taken_at=min(plan.added))
+            return replace(scenario, resume=resume)
     return scenario
 
 
