@@ -93,7 +93,9 @@ def same_in_parts(run: Run, claims: Claims, found: Found) -> None:
     The same context is run once more by a new joinable, which has loaded the state of the other one
     after the join: its parameters are the same after each step. Each rank saves a state, and loads
     its own. It is so if the class has state_dict() and load_state_dict() of its own, and no
-    exception leaves one of them.
+    exception leaves one of them. A state that has the values of the model alone leaves the rest to
+    the trainer, and is not judged. One that has tensors, but no parameters, leaves the model to the
+    trainer: the kit copies it.
 
     The number of steps, and those at which contexts end, are drawn. A schedule is read in 100 to
     140 steps after two joins. Inputs, a loss and rates may follow the number of contexts, and a

@@ -332,6 +332,27 @@ class SavesAll(KeepsUp):
         self.count = state["count"]
 
 
+class SavesItsNetAlone(KeepsUp):
+    """Save the weights alone: a trainer saves the momentum."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state)
+
+
+class LeavesItsNetToATrainer(SavesAll):
+    """Save all but the weights: a trainer saves the net beside it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.momentum.copy_(state["momentum"])
+        self.count = state["count"]
+
+
 class SavesOnOneRank(SavesAll):
     """Save on rank 0 alone, which sends the state to the others as it is loaded."""
 
@@ -380,6 +401,8 @@ RIGHT = [
         "StepsWithEverySecondMean",
         "LeavesASum",
         "SavesAll",
+        "SavesItsNetAlone",
+        "LeavesItsNetToATrainer",
         "SavesOnOneRank",
         "DrawsNoise",
     )

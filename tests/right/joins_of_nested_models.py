@@ -281,6 +281,17 @@ class SavesTheModelInside(HandsOutItsMomentum):
         return self.module.load_state_dict(state, *args, **options)
 
 
+class SavesCopies(HandsOutItsMomentum):
+    """The same in copies, beside the version of their form, for a thread that writes them."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = self.module.state_dict(*args, **options)
+        return {"version": 1, "model": {name: one.clone() for name, one in state.items()}}
+
+    def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(state["model"], *args, **options)
+
+
 class LeavesStatisticsToRanks(HandsOutItsMomentum):
     """DDP with broadcast_buffers=False: each rank keeps the statistics, and the count, of its own
     inputs, as detectors have it.
@@ -303,6 +314,7 @@ RIGHT = [
         "TrainsTwoModelsInTurns",
         "HandsOutItsMomentum",
         "SavesTheModelInside",
+        "SavesCopies",
         "LeavesStatisticsToRanks",
     )
 ]
