@@ -1,5 +1,7 @@
 """Section 15, continued: the state of an optimizer wrapper, saved and restored."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from conformance.judging.oracles.loaded_states import require_refused_by_all
@@ -136,6 +138,9 @@ def consolidated(run: Run, claims: Claims, found: Found) -> None:
     One or two parameters are trained after that alone: frozen until then, or without a gradient, as
     drawn. They have no momentum, or zeros, and those behind them keep their numbers.
 
+    An optimizer that takes neither an optimizer nor its class may have a name of its own for the
+    momentum, the same for all parameters.
+
     It is the group's first rank. In one run it is the last one, the state has been consolidated
     before, and all steps since have a closure.
     """
@@ -158,21 +163,44 @@ def consolidated(run: Run, claims: Claims, found: Found) -> None:
     # SGD without momentum has no state.
     momenta = right_steps(run)[rank.rank, step].momenta if momentum else []
     late = late_params(run.scenario)
+    name = "momentum_buffer"
+    if not construction(run)["takes_any"]:
+        name = _name_of_momentum(rank.tensors, f"{step}/state/", momenta)
     for index, right in enumerate(momenta):
         expected = f"the momentum of p{index}"
-        tensor = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")
+        tensor = rank.tensors.get(f"{step}/state/{index}/{name}")
         if index in late:
             expected = f"no momentum of p{index}, or zeros: it has had no gradient"
             if tensor is None:
                 found.checked(1)
                 continue
         if tensor is None:
-            found.require(False, expected, f"{place}: state[{index}] has no momentum_buffer")
+            found.require(False, expected, f"{place}: state[{index}] has no {name}")
             continue
         found.checked(1)
         got = tensor.reshape(-1).double()
         same = torch.equal(got, right)
         owners = [other for other, values in enumerate(momenta) if torch.equal(got, values)]
         cause = "" if same or not owners else f"it is the momentum of p{owners[0]}"
-        actual = f"{place}: state[{index}] has another momentum_buffer"
+        actual = f"{place}: state[{index}] has another {name}"
         found.require(same, expected, actual, cause)
+
+
+def _name_of_momentum(
+    tensors: Mapping[str, torch.Tensor], prefix: str, momenta: Sequence[torch.Tensor]
+) -> str:
+    """Return the name of the entry that is the right momentum of most parameters: torch's name, if
+    none is.
+
+    Args:
+        tensors: those of a rank; in a state, their names are a prefix, a number and the entry's.
+        prefix: the beginning of their names.
+        momenta: the right ones.
+    """
+    counts = {"momentum_buffer": 0}
+    for path, tensor in sorted(tensors.items()):
+        number, _, name = path.removeprefix(prefix).partition("/")
+        if path.startswith(prefix) and number.isdecimal() and int(number) < len(momenta):
+            is_right = torch.equal(tensor.reshape(-1).double(), momenta[int(number)])
+            counts[name] = counts.get(name, 0) + is_right
+    return max(counts, key=counts.__getitem__)

@@ -84,8 +84,70 @@ class HasFewMethods:
         self.averager.step = state[1]
 
 
+class HasVelocities(torch.optim.Optimizer):
+    """SGD whose ranks step, and send, a share of the parameters each. The collected state calls the
+    momentum a velocity.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.group = process_group
+        self.collected: dict[int, dict[str, Any]] | None = None
+
+    def _owner(self, number: int) -> int:
+        return number % dist.get_world_size(self.group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pairs = [(one, group) for group in self.param_groups for one in group["params"]]
+        for number, (parameter, group) in enumerate(pairs):
+            if parameter.grad is None:
+                continue
+            if self._owner(number) == dist.get_rank(self.group):
+                update = parameter.grad + group["weight_decay"] * parameter
+                if group["momentum"]:
+                    state = self.state[parameter]
+                    velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+                    update = velocity.mul_(group["momentum"]).add_(update)
+                parameter.sub_(group["lr"] * update)
+            whole = parameter.detach().contiguous()
+            dist.broadcast(whole, group=self.group, group_src=self._owner(number))
+            parameter.copy_(whole)
+        return loss
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, super().state_dict()["state"], group=self.group)
+        self.collected = None
+        if dist.get_rank(self.group) == to:
+            self.collected = {number: one for part in parts for number, one in part.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.collected is None:
+            raise RuntimeError("consolidate_state_dict() has to be called before, on all ranks")
+        return {**super().state_dict(), "state": self.collected}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rank = dist.get_rank(self.group)
+        own = {at: one for at, one in state_dict["state"].items() if self._owner(at) == rank}
+        super().load_state_dict({**state_dict, "state": own})
+        self.collected = None
+
+
 RIGHT = [
     Right("ReadsListsTwice", "averages", kind="optimizer"),
     Right("HasFixedGroups", "averages", kind="optimizer"),
     Right("HasFewMethods", kind="optimizer"),
+    Right("HasVelocities", kind="optimizer"),
 ]
