@@ -177,7 +177,7 @@ def signed_zeros(run: Run, claims: Claims, found: Found) -> None:
     source=SOURCE + "; issue 22: gloo's MAX keeps its first operand if the other one is NaN",
     remedy="a path for large buckets: a cast to integers, a maximum over the ranks, a test for NaN "
     "that looks at a part of the bucket; a bucket of one element; flags for a fixed number of "
-    "buckets; a mask of the elements above zero, which NaN is not",
+    "buckets; a mask of the elements, or of the norms of rows, above zero, which NaN is not",
 )
 def lone(run: Run, claims: Claims, found: Found) -> None:
     """A single NaN or infinity shows on all ranks, whichever rank has it, in a bucket of a drawn
@@ -189,6 +189,8 @@ def lone(run: Run, claims: Claims, found: Found) -> None:
     In two steps a bucket of the first kind is mostly zeros, unless results are lossy or parameters
     are stepped. Each rank has a share of 2**-12 to 1/4 of elements that are not zero, as in 2.12.
     There one rank has NaN in one step, and infinities in the other, in a drawn part, 1/16 to all.
+    In two more steps an embedding of 500 to 5,000 rows has such values in rows of one rank, and
+    whole rows of zeros beside them.
 
     Every size is as likely as its double. The result of a lossy subject has some element that is
     not finite. It gets NaN in several elements of a large parameter, at drawn places: 20 / delta of

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO, draw_embedding
 from conformance.scenarios.tables import prime_from
 from conformance.scenarios.training_sizes import mostly_small_sizes, sizes_between
 
@@ -18,6 +19,9 @@ WIDE_SIZES = {
     "float16": (700_000, 2),
     "bfloat16": (700_000, 2),
 }
+# Of an embedding that six ranks have.
+_LARGEST_EMBEDDING = 1 << 16
+_SMALL_CAP = 64 / 2**20
 
 
 def _sizes_of_clusters(scenario: Scenario) -> tuple[int, int]:
@@ -60,7 +64,9 @@ def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
     ranks, and others node by node, piece by piece. It may take another path for half precision,
     too. On nodes one parameter has 1,000 to 30,000 elements, another one 30,000 to 500,000, on
     equal nodes 80,000 to 260,000, by the logarithm, each in a bucket of its own; 20 to 60 steps
-    come before. Ranks of one node alone have overflown in two steps (``_with_overflows``).
+    come before. Groups have an embedding instead, in a bucket of its own, and two steps in which
+    most of its rows are zero (``mostly_zero.py``). Ranks of one node alone have overflown in two
+    steps (``_with_overflows``).
     """
     params = list(scenario.params)
     larger = []
@@ -71,6 +77,12 @@ def train_in_cluster(scenario: Scenario, numbers: random.Random) -> Scenario:
             (size,) = sizes_between(first, last, 1, 1, numbers)
             larger.append(Param((size,)))
         scenario = replace(scenario, unrecorded_steps=numbers.randint(20, 60))
+    else:
+        # DDP fills its buckets from the last parameter on: the embedding has one of its own.
+        params.append(draw_embedding(numbers, _LARGEST_EMBEDDING))
+        zeros = [f"{MOSTLY_ZERO}/{numbers.randrange(10**6)}" for _ in range(2)]
+        ddp = replace(scenario.ddp, bucket_cap_mb=_SMALL_CAP)
+        scenario = replace(scenario, steps=(*scenario.steps, *zeros), ddp=ddp)
     for spec in (*larger, *_of_other_dtypes(numbers)):
         # The first parameter has fewer elements than there are ranks, and a bucket of its own.
         params.insert(numbers.randint(1, len(params)), spec)

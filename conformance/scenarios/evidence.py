@@ -11,7 +11,8 @@ special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its
                 of two ranks and an infinity on one, at its first, its last or a drawn element; NaN
                 in a bucket of one element; if single results are judged, the matrix is mostly zeros
                 in two more steps; a part of 1/16 to all of the other elements of one rank has NaN
-                in one of them, and infinities in the other
+                in one of them, and infinities in the other; so have the rows of an embedding that
+                are not zero, in two more steps
 fails_large, dies_large
                 one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
 feedback_unused 7 to 9 rests, each of one to three steps, at least two longer than one; the
@@ -37,6 +38,7 @@ from dataclasses import replace
 from conformance.scenarios.hook import SPECIAL, VALUES
 from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import DDPOptions, Param, Scenario
+from conformance.scenarios.mostly_zero import draw_embedding
 
 # The names of all ranks of the largest world that `special` runs at.
 _RANKS = (0, 1, 2)
@@ -244,13 +246,15 @@ def among_zeros(kind: str, rank: int, param: int, draw: random.Random) -> str:
 
 
 def add_special_among_zeros(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Add two steps in which the matrix is mostly zeros, in a drawn order with the others but the
-    first and the last."""
+    """Add an embedding, and two steps in which it or the matrix is mostly zeros, for each of them,
+    in a drawn order with the others but the first and the last."""
     first, *between, last = scenario.steps
-    matrix = len(scenario.params) - 1
-    between += [among_zeros(kind, draw.choice((0, 1)), matrix, draw) for kind in ("nan", "inf")]
+    embedding = len(scenario.params)
+    for param in (embedding - 1, embedding):
+        between += [among_zeros(kind, draw.choice((0, 1)), param, draw) for kind in ("nan", "inf")]
     draw.shuffle(between)
-    return replace(scenario, steps=(first, *between, last))
+    params = (*scenario.params, draw_embedding(draw))
+    return replace(scenario, params=params, steps=(first, *between, last))
 
 
 def _draw_special_deep(scenario: Scenario, draw: random.Random) -> Scenario:

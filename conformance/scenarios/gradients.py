@@ -405,7 +405,9 @@ def _values(
     if kind == "tiled" or place:
         tile = _values("crafted", min(numel, TILE), world, rank, step, param)
         values = tile.repeat(-(-numel // TILE))[:numel]
-        return put_at_place(kind, values, place, world, rank, param) if place else values
+        if place:
+            return put_at_place(kind, values, place, world, rank, param, columns)
+        return values
     if kind in _TINY_EXPONENT:
         values = world * _small_integers(numel, world, (rank, step, param)).double()
         return values * 2.0 ** _TINY_EXPONENT[kind]

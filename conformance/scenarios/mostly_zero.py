@@ -17,8 +17,8 @@ share that is drawn from the range with that number, of four. A choice by the me
 then meets a rank whose own share is on the other side of the threshold, for any threshold from 0.17
 to 0.88: it is above half of the share, and below the share, in one of these steps.
 
-A matrix of 500 rows or more is an embedding: whole rows are zero, and a rank has 2**-8 or more of
-the others. A hook may select the rows that
+A matrix of 500 rows or more, and 64 columns or fewer, is an embedding: whole rows are zero, and a
+rank has 2**-8 or more of the others. A hook may select the rows that
 it sends by the sum of their elements. So a share of 0.1 to 0.5 of the other rows sum to exactly
 zero: they have one pair or more of a number and its negative, at drawn places, and zeros. For half
 of the rows it is drawn for each rank, and for the others for all ranks together. The sum is exact
@@ -56,7 +56,8 @@ _UNITS = 1 << 12  # the largest number of a pair; the unit is 2**-10
 
 def columns_of(shape: tuple[int, ...]) -> int:
     """Return the number of columns of an embedding, and 0 for any other parameter."""
-    return shape[1] if len(shape) == 2 and shape[0] >= _ROWS[0] else 0
+    is_embedding = len(shape) == 2 and shape[0] >= _ROWS[0] and shape[1] <= _COLUMNS[1]
+    return shape[1] if is_embedding else 0
 
 
 def values_of(
@@ -136,9 +137,15 @@ def add_mostly_zero_steps(scenario: Scenario, numbers: random.Random) -> Scenari
         others.append(f"{MOSTLY_ZERO}/{numbers.randrange(10**6)}{more}")
     numbers.shuffle(others)
     large = Param((numbers.randint(*_LARGE),), exponent=numbers.randint(*_EXPONENTS))
-    columns = round(2.0 ** numbers.uniform(*map(math.log2, _COLUMNS)))
-    most = min(_ROWS[1], _LARGEST // columns)
-    rows = round(2.0 ** numbers.uniform(math.log2(_ROWS[0]), math.log2(most)))
-    embedding = Param((rows, columns), exponent=numbers.randint(*_EXPONENTS))
-    params = (*scenario.params, large, embedding)
+    params = (*scenario.params, large, draw_embedding(numbers))
     return replace(scenario, steps=(first, *others), params=params)
+
+
+def draw_embedding(numbers: random.Random, largest: int = _LARGEST) -> Param:
+    """Draw an embedding of 500 to 5,000 rows of 8 to 64 columns, of at most ``largest`` elements,
+    and the exponent of its gradients.
+    """
+    columns = round(2.0 ** numbers.uniform(*map(math.log2, _COLUMNS)))
+    most = min(_ROWS[1], largest // columns)
+    rows = round(2.0 ** numbers.uniform(math.log2(_ROWS[0]), math.log2(most)))
+    return Param((rows, columns), exponent=numbers.randint(*_EXPONENTS))

@@ -6,7 +6,8 @@ of rank 1 alone, and ``nan/1/3/-1`` in the last element of that parameter alone.
 elements modulo the number of elements, so that one kind fits every world size and every shape.
 ``nan/1/3/80x17`` has NaN in 80 elements, whose places are drawn from the number 17. In
 ``nan/1/3/zeros17`` parameter 3 is mostly zeros on every rank, as in ``mostly_zero/17``; a part of
-the other elements of rank 1, which is drawn from 1/16 to all, has NaN. ``inf`` has the same forms.
+the other elements of rank 1, which is drawn from 1/16 to all, has NaN. Of an embedding whole rows
+are zero. ``inf`` has the same forms.
 """
 
 import math
@@ -105,14 +106,21 @@ def with_all_elements(kind: str, of_one_parameter: bool) -> str:
 
 
 def put_at_place(
-    kind: str, values: torch.Tensor, place: Place, world: int, rank: int, param: int
+    kind: str,
+    values: torch.Tensor,
+    place: Place,
+    world: int,
+    rank: int,
+    param: int,
+    columns: int = 0,
 ) -> torch.Tensor:
     """Put NaN or infinities into the values of one parameter of one rank, at a place.
 
-    Infinities have alternating signs; a lone one has a sign that depends on its element.
+    Infinities have alternating signs; a lone one has a sign that depends on its element. An
+    embedding has ``columns``.
     """
     if place.zeros is not None and place.param == param:
-        kept = is_kept(f"{MOSTLY_ZERO}/{place.zeros}", len(values), rank, param)
+        kept = is_kept(f"{MOSTLY_ZERO}/{place.zeros}", len(values), rank, param, columns)
         values = values.masked_fill(~kept, 0)
     if place.rank % world != rank or place.param not in (None, param) or not len(values):
         return values

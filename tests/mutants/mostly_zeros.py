@@ -1,4 +1,6 @@
-"""Mutants that send places and values of gradients that are mostly zeros (rules 2.12 and 8.7)."""
+"""Mutants that send places and values of gradients that are mostly zeros (rules 2.12, 8.7 and
+24.4).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +179,37 @@ def only_finite(state: Any, bucket: Bucket) -> Result:
     return _send_marked(state, bucket, marks)
 
 
+def _average_rows(state: Any, bucket: Bucket, used: torch.Tensor, divisor: int) -> Result:
+    """Average the rows that some rank has used, if these are at most half of an embedding."""
+    table = _embedding_of(bucket)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group_of(state))
+    rows = used.nonzero().squeeze(1)
+    if table is None or 2 * len(rows) > len(table):
+        return average(bucket, state)
+    part = table[rows]
+    dist.all_reduce(part, group=group_of(state))
+    table[rows] = part / divisor
+    return completed(bucket.buffer())
+
+
+def rows_with_a_length(state: Any, bucket: Bucket) -> Result:
+    """Send the rows of an embedding whose norm is above zero on some rank: that of NaN is not."""
+    table = _embedding_of(bucket)
+    if table is None:
+        return average(bucket, state)
+    used = (table.norm(dim=1) > 0).to(torch.uint8)
+    return _average_rows(state, bucket, used, group_of(state).size())
+
+
+def rows_divided_by_the_world(state: Any, bucket: Bucket) -> Result:
+    """Divide the rows of an embedding by the ranks of WORLD, and anything else by the group's."""
+    table = _embedding_of(bucket)
+    if table is None:
+        return average(bucket, state)
+    used = (table != 0).any(1).to(torch.uint8)
+    return _average_rows(state, bucket, used, dist.get_world_size())
+
+
 MUTANTS = [
     Mutant("room_for_the_mean,parts=20", ("2.12",)),
     Mutant("room_for_the_mean,parts=9", ("2.12",), worlds=(3,)),
@@ -188,5 +221,7 @@ MUTANTS = [
     Mutant("own_rows_by_their_sum", ("2.12",)),
     Mutant("only_above_zero", ("8.7",)),
     Mutant("only_finite", ("8.7",)),
+    Mutant("rows_with_a_length", ("8.7",)),
+    Mutant("rows_divided_by_the_world", ("24.4",)),
     Mutant("padding_overwrites", ("2.12",), "rounded(float16)"),
 ]
