@@ -52,7 +52,8 @@ def shared(run: Run, claims: Claims, found: Found) -> None:
     remedy="optimizers, lists of parameters, flags or buffers that are kept from the first step: "
     "other optimizers, or other param_groups, may be given since, also with as many parameters, "
     "and new gradients may lie outside of the buffers; parameters without requires_grad that are "
-    "left out, although they have a gradient",
+    "left out, although they have a gradient; sums beside the gradients that begin anew only if "
+    "these are cleared when a context begins",
 )
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
@@ -63,10 +64,12 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     others; later all layers are replaced by new ones of the same shapes, and the model is wrapped
     in DDP again. In another one each micro-batch of a step freezes other parameters, as GANs do:
     gradients of earlier micro-batches count, too. In a last one ``zero_grad(set_to_none=False)``
-    clears gradients, which keep their memory; some steps drop a part of them. Two steps unfreeze
-    parameters, which have their first gradients then. The steps and the parameters, the parts and
-    the turns are drawn from the session's seed. With the claim ``all_used`` there is the last run
-    alone, and no parameter is frozen.
+    clears gradients, which keep their memory; some steps drop a part of them. In two to four of the
+    eight steps it comes between the forward and the backward of the first micro-batch: sums that
+    are kept beside the gradients end there, too. Two steps unfreeze parameters, which have their
+    first gradients then. The steps and the parameters, the parts and the turns are drawn from the
+    session's seed. With the claim ``all_used`` there is the last run alone, and no parameter is
+    frozen.
     """
     # Under this claim one of the scenarios has a variant in which all parameters are used.
     if claims.has("all_used") and run.scenario.variant != ZEROED:

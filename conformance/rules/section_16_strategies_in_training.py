@@ -226,8 +226,9 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     those of its optimizers, and ``p.grad = None`` for each parameter. They come in turn, in a drawn
     order; steps that are given up have different ones.
 
-    Here, and in 16.8, 16.14, 16.22, 16.23, 16.26, 16.29, 16.36 and a run of 16.27, drawn parameters
-    have float16 or bfloat16, one at least: sums in float32 beside them end with the gradients.
+    Here, and in 16.8, 16.9, 16.14, 16.22, 16.23, 16.26, 16.29, 16.36 and a run of 16.27, drawn
+    parameters have float16 or bfloat16, one at least: sums in float32 beside them end with the
+    gradients.
     """
     require_means(run, found)
 

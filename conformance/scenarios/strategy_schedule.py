@@ -125,7 +125,14 @@ def clears(scenario: Scenario, step: int) -> bool:
 
 
 def clears_inside(scenario: Scenario, step: int) -> bool:
-    """Whether they are cleared between the forward and the backward of the first micro-batch."""
+    """Whether they are cleared between the forward and the backward of the first micro-batch.
+
+    If gradients become zeros, too, it is so in two to four steps, which are drawn.
+    """
+    if scenario.variant in ("unfrozen", ZEROED):
+        draw = random.Random(f"{scenario.session_seed}/{scenario.name}/clears inside")
+        later = range(1, len(scenario.steps))
+        return step in draw.sample(later, draw.randint(2, 4))
     return scenario.variant == "accumulated" and step % 2 == 1
 
 

@@ -128,8 +128,8 @@ FREEZING = replace(
 UNFROZEN = replace(
     COMBINED,
     name="strategy_unfrozen",
-    summary="zero_grad(set_to_none=False) clears gradients, all of them or a drawn part; drawn "
-    "parameters are frozen until one of two drawn steps",
+    summary="zero_grad(set_to_none=False) clears gradients, all of them or a drawn part, in drawn "
+    "steps within the first context; drawn parameters are frozen until one of two drawn steps",
     steps=("crafted",) * 8,
     ddp=replace(COMBINED.ddp, gradient_as_bucket_view=False),
     world_sizes=(2,),

@@ -16,6 +16,8 @@ from tests.mutants.strategies_of_windows import _any_rank, _average
 _HALVES = (torch.float16, torch.bfloat16)
 
 Sums = dict[int, torch.Tensor]
+Parameters = list[torch.nn.Parameter]
+WideSums = dict[torch.nn.Parameter, torch.Tensor]
 
 _of_models: WeakKeyDictionary[Any, Sums] = WeakKeyDictionary()
 _of_all: Sums = {}
@@ -74,6 +76,54 @@ sums_outlive_their_step = _strategy(lambda model: _of_models.setdefault(model, {
 # Two models have sums in common.
 sums_of_all_models = _strategy(lambda _: _of_all)
 
+
+@contextmanager
+def _apart(halves: Parameters, sums: WideSums) -> Iterator[None]:
+    """Take gradients out of ``.grad`` for a micro-batch, and add its own to the sums.
+
+    A sum begins anew if its gradient is cleared when the micro-batch begins.
+    """
+    before = {one: one.grad for one in halves}
+    for parameter, grad in before.items():
+        if grad is None or not grad.any():
+            sums.pop(parameter, None)
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in before.items():
+            if parameter.grad is None:
+                parameter.grad = grad
+                continue
+            wide = parameter.grad.float()
+            sums[parameter] = sums[parameter] + wide if parameter in sums else wide
+            parameter.grad = sums[parameter].to(parameter.dtype)
+
+
+_apart_of_models: WeakKeyDictionary[Any, WideSums] = WeakKeyDictionary()
+
+
+@contextmanager
+def sums_begin_with_contexts(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Look whether gradients are cleared before a context, and not within it."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    params = list(model.parameters())
+    halves = [one for one in params if one.dtype in _HALVES]
+    sums = _apart_of_models.setdefault(model, {})
+    with _apart(halves, sums), model.no_sync():
+        yield
+    if not is_final_microbatch:
+        return
+    votes = _any_rank(model.process_group, [one.grad is not None for one in params])
+    _average(model, {at for at, one in enumerate(params) if one.dtype not in _HALVES})
+    for parameter, is_used in zip(params, votes, strict=True):
+        if is_used and parameter.dtype in _HALVES:
+            _average_sum(parameter, sums.get(parameter), model.process_group)
+            sums[parameter] = parameter.grad.float()
+
+
 MUTANTS = [
     Mutant(
         "sums_outlive_their_step",
@@ -82,4 +132,5 @@ MUTANTS = [
         because={"16.14": "a step that ends by an error leaves its sums to the next one, too"},
     ),
     *_mutants("16.23", "sums_of_all_models"),
+    *_mutants("16.36", "sums_begin_with_contexts"),
 ]
