@@ -11,7 +11,7 @@ from conformance.judging.common_rules import (
     right_beside_own_numbers,
 )
 from conformance.judging.oracles.strategy import require_means
-from conformance.judging.oracles.strategy_buffers import require_buffers
+from conformance.judging.oracles.strategy_buffers import require_buffers, require_buffers_of_two
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -133,8 +133,9 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     unless="counts",
     source="training of two models in one process, such as a GAN",
-    remedy="counts, gradients, handles or notes on gradients that have come, if they are kept in "
-    "the module or in the strategy, and not by model",
+    remedy="counts, gradients, handles or notes on gradients that have come, or a flag for the "
+    "first micro-batch of a step, if they are kept in the module or in the strategy, and not by "
+    "model; notes on all models that end with an error of one",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
     """If the micro-batches of two models come in a drawn order, each model gets its own means. So
@@ -143,8 +144,14 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     The last micro-batch of one model comes between the two of the other one. Some parameters of
     each model are used before it alone, and some after it alone; which, is drawn for each step.
     Under ``all_used`` every micro-batch uses all of them.
+
+    A drawn micro-batch of one model raises an exception before its backward, on all ranks, while
+    the other model is in the midst of its step, and comes again: notes on the other model stay. The
+    models have the buffers of 16.24, and each step of a model begins with those of the first rank.
     """
     require_means(run, found)
+    if not found.failures:
+        require_buffers_of_two(run, found)
 
 
 @rule(

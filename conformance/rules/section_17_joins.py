@@ -7,7 +7,6 @@ from conformance.judging.oracles.join import (
     applies_to_context,
     is_context,
     members,
-    raised,
     require_agreement,
     require_gradients,
     require_keywords,
@@ -20,6 +19,7 @@ from conformance.judging.oracles.join import (
     require_steps,
 )
 from conformance.judging.oracles.join_buffers import require_buffers
+from conformance.judging.oracles.join_loops import require_thrown
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -245,15 +245,7 @@ def throws(run: Run, claims: Claims, found: Found) -> None:
     if run.scenario.name == THROWS_DDP.name and not applies_to_context(run, found):
         return
     for member in members(run):
-        fewest = min(member.inputs)
-        error = raised(member)
-        if member.most_inputs > fewest:
-            actual = f"{member}: it left the context without one"
-            found.require(bool(error), "an exception on every rank", actual)
-        else:
-            found.require(not error, "no exception", f"{member}: {error}")
-        took = len(list(member.events("took")))
-        found.require(took == fewest, f"{fewest} steps", f"{member}: {took} steps")
+        require_thrown(member, found)
 
 
 @rule(

@@ -18,6 +18,7 @@ from conformance.judging.oracles.join_loops import (
     require_came_to_its_end,
     require_collectives_of_group,
     require_modes,
+    require_thrown,
 )
 from conformance.judging.oracles.join_numbers import require_numbers
 from conformance.judging.oracles.join_outside import require_outside
@@ -25,7 +26,13 @@ from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import JOINABLE as FAILING
-from conformance.scenarios.join_loop_draws import EVEN_ON_GROUPS, RAISES, loop_contexts
+from conformance.scenarios.join_loop_draws import (
+    DISABLED,
+    EVEN_ON_GROUPS,
+    RAISES,
+    THROWS,
+    loop_contexts,
+)
 from conformance.scenarios.joins_in_loops import ENTERED, MODES, TWO_GROUPS
 from conformance.scenarios.joins_in_training import NUMBERS
 from conformance.subjects.claims import Claims
@@ -69,17 +76,21 @@ def modes(run: Run, claims: Claims, found: Found) -> None:
     "Contexts on two groups of a process are independent",
     on=(TWO_GROUPS,),
     owns=(TWO_GROUPS,),
-    needs=("17.7", "17.11", "17.18", "17.20"),
+    needs=("17.7", "17.8", "17.9", "17.10", "17.11", "17.18", "17.20"),
     since="1.6",
     source="torch documentation, torch.distributed.new_group; torch.distributed.algorithms.join, "
     "Join: the group is that of its joinables; a model on all ranks and one on fewer",
     remedy="a group, a rank, a number of ranks or of joinables that is kept in a class, a module "
-    "or a cache; a current context in a global variable, which the end of a nested one resets",
+    "or a cache; a current context in a global variable, which the end of a nested one resets; a "
+    "collective without group= that comes only as a context throws",
 )
 def two_groups(run: Run, claims: Claims, found: Found) -> None:
     """In a process that has contexts on WORLD and on a part of it in turn, each shadows the steps
     of the ranks of its own group; so does a context within a step of another one, on the other
     group.
+
+    throw_on_early_termination ends a context on the part, and one on WORLD is thrown out of, raises
+    or is disabled, as drawn. Contexts on both groups follow.
 
     The part, the order of the groups, the joinables and the inputs are drawn. A joinable on each of
     the groups has the gradients, and the state afterwards, of 17.18 to 17.20.
@@ -87,10 +98,20 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     if any(rank.first("one_object") for rank in run.ranks):
         found.does_not_apply("the target is one object, and makes none for another group")
         return
+    contexts = loop_contexts(run.scenario, run.world)
     for member in members(run):
-        require_steps(run, member, found)
         require_collectives_of_group(member, found)
-        if is_context(run):
+        ending = contexts[member.context].ending
+        if ending == THROWS:
+            require_thrown(member, found)
+            continue
+        if ending == RAISES:
+            require_raised(member, "ArithmeticError", found)
+        else:
+            require_steps(run, member, found)
+        if ending in (RAISES, DISABLED):
+            require_no_hooks(member, found)
+        elif is_context(run):
             require_post_hooks(run, member, found)
     require_agreement(run, found)
     if not is_context(run):

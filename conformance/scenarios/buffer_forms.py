@@ -17,6 +17,9 @@ from functools import lru_cache
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.model_buffers import BITS
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.strategy_uses import models_of
+
+BUFFERS = "buffers"  # a variant
 
 DTYPES: Mapping[str, str] = {
     "running": "float32",
@@ -62,6 +65,11 @@ class Form:
     in_state: bool
 
 
+def has_buffers(scenario: Scenario) -> bool:
+    """Whether the models of a scenario have buffers."""
+    return scenario.variant == BUFFERS or models_of(scenario) > 1
+
+
 @lru_cache(maxsize=16)
 def forms(scenario: Scenario) -> Mapping[str, Form]:
     """Return the buffers of the scenario's model, by their names.
@@ -97,16 +105,19 @@ def forms(scenario: Scenario) -> Mapping[str, Form]:
 def modes(scenario: Scenario, step: int) -> Mapping[str, bool]:
     """Return whether the model and its layers are in training mode, by their names.
 
-    They are, but in three drawn steps. In two of these, one after the other, the model is not and a
-    layer is: in the second one, buffers that were not sent after the first are not sent either. In
-    the third one the model is and a layer is not.
+    They are in all steps if there are two models. If there is one, they are not in three drawn
+    steps. In two of these, one after the other, the model is not and a layer is: in the second one,
+    buffers that were not sent after the first are not sent either. In the third one the model is
+    and a layer is not.
     """
+    trained = dict.fromkeys(LAYERS, True)
+    if models_of(scenario) > 1:
+        return trained
     draws = generator(scenario, "modes of layers")
     count = len(scenario.steps)
     first = draws.randrange(count - 1)
     model_rests = (first, first + 1)
     layer_rests = draws.choice([at for at in range(count) if at not in model_rests])
-    trained = dict.fromkeys(LAYERS, True)
     if step not in (*model_rests, layer_rests):
         return trained
     trained[MODEL] = step == layer_rests

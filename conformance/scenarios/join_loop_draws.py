@@ -74,8 +74,10 @@ def loop_contexts(scenario: Scenario, world: int) -> tuple[LoopContext, ...]:
       an exception and by throw_on_early_termination. One more is disabled. They come in any order.
       Half of the contexts without an exception make their changes at the end of the body.
     - ``two_groups``: a context with even inputs on each of two groups, one with uneven inputs on
-      each, and then a context within another one twice: on the part within one on WORLD, and the
-      reverse. The order of the groups is drawn.
+      each, and one that ends in another way on each, in a drawn order; then a context within
+      another one twice: on the part within one on WORLD, and the reverse. The order of the groups
+      is drawn. On the part throw_on_early_termination ends the one that ends in another way; on
+      WORLD it ends so, or by an exception, or is disabled, as drawn.
     - ``entered``: three or four contexts, and one more that an exception ends: not the first two
       and not the last.
     """
@@ -169,9 +171,26 @@ def _on_two_groups(scenario: Scenario, world: int, draw: random.Random) -> list[
                 on_part=on_part,
             )
         )
+    contexts += _ending(scenario, world, part)
     outer_on_part = draw.random() < 0.5
     for on_part in (outer_on_part, not outer_on_part):
         contexts += _nested(draw, world, part, on_part)
+    return contexts
+
+
+def _ending(scenario: Scenario, world: int, part: Group) -> list[LoopContext]:
+    """Return a context on each of two groups that ends in another way, in a drawn order."""
+    draw = generator(scenario, "endings")
+    endings = {True: THROWS, False: draw.choice((THROWS, RAISES, DISABLED))}
+    contexts = []
+    for on_part in draw.sample((True, False), 2):
+        size = len(part) if on_part else world
+        is_even = endings[on_part] != THROWS
+        inputs = (
+            (draw.randint(1, 3),) * size if is_even else _uneven(draw, size, draw.randrange(size))
+        )
+        joinables = _some(draw, draw.randint(1, JOINABLES))
+        contexts.append(LoopContext(inputs, endings[on_part], joinables, on_part=on_part))
     return contexts
 
 

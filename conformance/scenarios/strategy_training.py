@@ -59,8 +59,9 @@ EMPTY = replace(
 TWO = replace(
     PLAIN,
     name="strategy_two",
-    summary="two models, whose micro-batches come in a drawn order, and use different parameters; "
-    "at last the contexts of both are nested in each other",
+    summary="two models with buffers, whose micro-batches come in a drawn order, and use different "
+    "parameters; a drawn one fails, and comes again; at last the contexts of both are nested in "
+    "each other",
     steps=("crafted",) * 12,
     world_sizes=(2,),
     variant=TWO_MODELS,

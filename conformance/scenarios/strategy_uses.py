@@ -24,6 +24,11 @@ _ALWAYS, _FIRST_ALONE, _LAST_ALONE = range(3)
 _BOTH, _FIRST, _SECOND, _NEITHER = range(4)
 
 
+def models_of(scenario: Scenario) -> int:
+    """Return the number of models; each has every second step if there are two."""
+    return 2 if scenario.variant in (TWO_MODELS, TWO_ALIKE) else 1
+
+
 def uses_of_two(scenario: Scenario, step: int, batch: int, index: int) -> bool:
     """Whether a micro-batch uses a parameter, if two models take turns.
 
@@ -39,6 +44,16 @@ def uses_of_two(scenario: Scenario, step: int, batch: int, index: int) -> bool:
     """
     kind = _kinds_of_two(scenario, step)[index]
     return {_FIRST_ALONE: batch == 0, _LAST_ALONE: batch > 0}.get(kind, True)
+
+
+def fails_among_two(scenario: Scenario) -> tuple[int, int]:
+    """Return the step, and the place among its micro-batches, at which one of two models has a
+    micro-batch that raises an exception before its backward, and comes again.
+
+    Both are drawn: the other model is in the midst of its step, and contexts are not nested.
+    """
+    draws = generator(scenario, "a failure of one of two")
+    return 2 * draws.randrange(4), draws.choice((1, 2))
 
 
 @lru_cache(maxsize=64)

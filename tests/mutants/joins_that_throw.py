@@ -1,5 +1,6 @@
-"""Mutants of 17.38: joinables that throw_on_early_termination leaves within a step; and of 17.37:
-joinables that use values of a rank that has joined once in dozens of steps.
+"""Mutants of 17.38: joinables that throw_on_early_termination leaves within a step; of 17.37:
+joinables that use values of a rank that has joined once in dozens of steps; and of 17.32: a context
+that throws.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.joins import Right
 from tests.mutants.joins_in_training import Averages
 
 # ---- Steps that begin before they notify
@@ -113,7 +115,20 @@ class AveragesModelsNowAndThen(AlignsNowAndThen):
                 parameter.data.copy_(mean)
 
 
+class ThrowsOverWorld(Right):
+    """Notify all ranks of WORLD, and not those of the group, before it throws."""
+
+    def shadow(self) -> None:
+        while self.anybody_trains():
+            if self.throw:
+                dist.all_reduce(torch.ones(1))
+                raise RuntimeError("out of inputs")
+            self.call_main_hooks()
+            self.shadowed += 1
+
+
 MUTANTS = [
+    Mutant("ThrowsOverWorld", ("17.32",), kind="joinable", hangs=True),
     *(
         Mutant(name, ("17.38",), kind="joinable")
         for name in (

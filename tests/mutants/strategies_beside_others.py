@@ -5,6 +5,7 @@ own step, or if another rank has other gradients.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,54 @@ def one_window_for_all_models(model: Any, is_final_microbatch: bool) -> Iterator
     if is_final_microbatch:
         _average_noted(model, _touched)
         _is_over[0] = True
+
+
+_begins = [True]
+
+
+@contextmanager
+def sends_buffers_as_any_step_begins(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Send buffers in the first micro-batch after a last one, of whichever model that was."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    if _begins[0] and model.broadcast_buffers:
+        for buffer in model.buffers():
+            sent = buffer.contiguous()
+            dist.broadcast(
+                torch.view_as_real(sent) if sent.is_complex() else sent,
+                dist.get_global_rank(model.process_group, 0),
+                group=model.process_group,
+            )
+            buffer.copy_(sent)
+    _begins[0] = is_final_microbatch
+    with model.no_sync():
+        yield
+    if is_final_microbatch:
+        _average(model)
+    model.require_forward_param_sync = False
+
+
+_of_models: WeakKeyDictionary[Any, set[torch.Tensor]] = WeakKeyDictionary()
+
+
+@contextmanager
+def notes_end_with_any_error(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Drop all notes after an exception, and note the gradients that the failed model has."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    noted = _of_models.setdefault(model, set())
+    try:
+        with _noted(model, noted):
+            yield
+    except BaseException:
+        _of_models.clear()
+        _of_models[model] = {one for one in model.parameters() if one.grad is not None}
+        raise
+    if is_final_microbatch:
+        _average_noted(model, noted)
+        noted.clear()
 
 
 _latest: list[Any] = []
@@ -194,6 +243,7 @@ def sums_large_ones_over_world(
 
 MUTANTS = [
     *_mutants("16.23", "one_window_for_all_models", "window_of_the_latest_model"),
+    *_mutants("16.23", "sends_buffers_as_any_step_begins", "notes_end_with_any_error"),
     *_mutants("16.9", "votes_on_world_if_one_lacks", worlds=(2, 4), hangs=True),
     *_mutants("16.20", "sums_large_ones_that_it_has"),
     *_mutants("16.9", "divides_by_world_if_one_lacks", worlds=(2, 4)),

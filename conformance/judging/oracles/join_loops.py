@@ -63,6 +63,21 @@ def require_collectives_of_group(member: Member, found: Found) -> None:
         )
 
 
+def require_thrown(member: Member, found: Found) -> None:
+    """Require an exception on every rank as soon as one has run out of inputs before others, and
+    none if all have equally many.
+    """
+    fewest = min(member.inputs)
+    error = raised(member)
+    if member.most_inputs > fewest:
+        actual = f"{member}: it left the context without one"
+        found.require(bool(error), "an exception on every rank", actual)
+    else:
+        found.require(not error, "no exception", f"{member}: {error}")
+    took = len(list(member.events("took")))
+    found.require(took == fewest, f"{fewest} steps", f"{member}: {took} steps")
+
+
 def refuses_to_be_entered_again(run: Run) -> bool:
     """Return whether a context raises on all ranks as it is entered for the second time."""
     second = [member for member in members(run) if member.context == 1]

@@ -37,6 +37,7 @@ from conformance.scenarios.buffer_forms import (
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.model_buffers import UPDATED, Update, update_of
 from conformance.scenarios.strategy_schedule import abandoned_after, batches, is_judged
+from conformance.scenarios.strategy_uses import models_of
 
 # The buffers, in words.
 _BUFFERS = {
@@ -65,11 +66,9 @@ def require_buffers(run: Run, found: Found) -> None:
     for rank, step in steps(run):
         if not _begins_with_firsts(run.scenario, step):
             continue
-        tensors = run.ranks[rank].tensors
-        # Where DDP sends no complex tensors, the model has none.
-        names = [one for one in _BUFFERS if one not in _COMPLEX or _key(step, one) in tensors]
-        got = {name: value_of(tensors[_key(step, name)], name) for name in names}
-        wrong = [one for one in names if got[one] not in _right_values(run, rank, step, one)]
+        got = _got(run, rank, step)
+        names = list(got)
+        wrong = _wrong(run, rank, step, got)
         cause = _cause(run, rank, step, wrong, got) if wrong else ""
         for name in names:
             found.require(
@@ -78,6 +77,32 @@ def require_buffers(run: Run, found: Found) -> None:
                 f"rank {rank}, step {step}: {_shown(got[name])}",
                 cause,
             )
+
+
+def require_buffers_of_two(run: Run, found: Found) -> None:
+    """Require the same of two models, unless all their later steps have wrong buffers: those are
+    wrong in one model by itself, too.
+    """
+    later = [
+        not _wrong(run, rank, step, _got(run, rank, step))
+        for rank, step in steps(run)
+        if rank != run.group(rank)[0] and step >= models_of(run.scenario)
+    ]
+    if any(later):
+        require_buffers(run, found)
+
+
+def _got(run: Run, rank: int, step: int) -> dict[str, Any]:
+    """Return the values of the buffers after a step, by their names."""
+    tensors = run.ranks[rank].tensors
+    # Where DDP sends no complex tensors, the model has none.
+    names = [one for one in _BUFFERS if one not in _COMPLEX or _key(step, one) in tensors]
+    return {name: value_of(tensors[_key(step, name)], name) for name in names}
+
+
+def _wrong(run: Run, rank: int, step: int, got: Mapping[str, Any]) -> list[str]:
+    """Return the names of the buffers with wrong values."""
+    return [one for one in got if got[one] not in _right_values(run, rank, step, one)]
 
 
 def _begins_with_firsts(scenario: Scenario, step: int) -> bool:
@@ -167,7 +192,8 @@ def _values_of(run: Run, place: int, step: int, name: str) -> list[Any]:
     after each.
     """
     values: list[Any] = [0]
-    for earlier in range(step + 1):
+    models = models_of(run.scenario)
+    for earlier in range(step % models, step + 1, models):
         given_up = abandoned_after(run.scenario, earlier)
         for batch in range(batches(run.scenario, earlier) if given_up is None else given_up):
             update = update_of(run.scenario, place, earlier, batch)

@@ -2,6 +2,7 @@
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -105,6 +106,22 @@ def break_off(
         elif way == PARTED:
             loss.backward(inputs=list(made.values()), retain_graph=True)
     raise error
+
+
+def fail_early(
+    context: AbstractContextManager[Any],
+    forward: Callable[[], object],
+    kind: Callable[[str], BaseException],
+) -> None:
+    """Run a forward in a context, and raise an exception there; it may come out, and no other."""
+    error = kind("this micro-batch failed")
+    try:
+        with context:
+            forward()
+            raise error
+    except BaseException as caught:
+        if caught is not error:
+            raise
 
 
 def give_gradient_dtypes(scenario: Scenario, params: Sequence[torch.Tensor]) -> list[int] | None:

@@ -112,7 +112,8 @@ class ContextInLoops(ContextInTraining):
                 self._end(context.ending, number, joinables, self.own(context.inputs), steps)
 
     def two_groups(self) -> None:
-        """Run contexts on two groups in turn, and contexts of one group within those of the other.
+        """Run contexts on two groups in turn, and contexts of one group within those of the other;
+        some end in another way.
 
         A rank that is in one group alone skips the contexts of the other one.
         """
@@ -163,7 +164,7 @@ class ContextInLoops(ContextInTraining):
         is_outer = number + 1 < len(self._plan) and self._plan[number + 1].nested_at >= 0
         if self.driver.rank in ranks:
             self._contexts = number
-            self.run(*self._work(number, ranks, is_outer))
+            self._end(self._plan[number].ending, number, *self._work(number, ranks, is_outer))
         elif is_outer:
             self._run_on_group(number + 1)
 

@@ -344,7 +344,8 @@ class _Joinable(Contexts):
                 self.note("one_object")
                 return
         for number, context in enumerate(contexts):
-            if context.on_part not in subjects:
+            # Contexts that end in another way say nothing about what a joinable computes.
+            if context.on_part not in subjects or context.ending != ENDS:
                 continue
             self.subject = subjects[context.on_part]
             self._contexts = number

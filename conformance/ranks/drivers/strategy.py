@@ -15,6 +15,7 @@ from conformance.ranks.drivers._backwards import (
     break_off,
     change_gradient_dtypes,
     exception_of,
+    fail_early,
     give_gradient_dtypes,
     has_other_strides,
     run_backwards,
@@ -42,6 +43,7 @@ from conformance.ranks.models.reused_places import made_in_place
 from conformance.ranks.resolve import Context, Factory, missing_arguments
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.arrival import arrival_order
+from conformance.scenarios.buffer_forms import has_buffers
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import ACCUMULATED, FORMS
@@ -72,13 +74,8 @@ from conformance.scenarios.strategy_schedule import (
 )
 from conformance.scenarios.strategy_step_ends import optimizers_step
 from conformance.scenarios.strategy_swaps import Swap, swap_of
-from conformance.scenarios.strategy_training import (
-    AFTER_WORLD,
-    FREEZING,
-    GRADIENT_DTYPES,
-    TWO,
-    UNFROZEN,
-)
+from conformance.scenarios.strategy_training import AFTER_WORLD, FREEZING, GRADIENT_DTYPES, UNFROZEN
+from conformance.scenarios.strategy_uses import fails_among_two, models_of
 
 LONG_RUN = 100  # steps
 
@@ -123,7 +120,7 @@ class StrategyDriver(RankDriver):
             self._rewrap()
         else:
             self._make_model()
-        if self.scenario.name == TWO.name:
+        if models_of(self.scenario) > 1:
             self._run_two()
             return
         self.collectives.take_sent()  # of DDP, as it was made
@@ -208,16 +205,27 @@ class StrategyDriver(RankDriver):
             self.begin_step(step, self.scenario.steps[step])
             for number, (model, params, optimizers, _) in enumerate(models):
                 clear_gradients(self.scenario, step + number, model, optimizers, params)
-            for together in nested_of_two(self.scenario, step):
+            for place, together in enumerate(nested_of_two(self.scenario, step)):
+                if (step, place) == fails_among_two(self.scenario):
+                    number, batch = together[0]
+                    self.model, self.params, self.optimizers, self.own = models[number]
+                    with self.inside("the context"):
+                        context = self._context_of(is_last(self.scenario, step + number, batch))
+                        forward = partial(self.model, self._grads(step + number, batch))
+                        fail_early(context, forward, exception_of(raised_in(self.scenario, step)))
                 with self.inside("the context"), contextlib.ExitStack() as contexts:
                     given = []
                     for number, batch in together:
                         self.model, self.params, self.optimizers, self.own = models[number]
-                        count = batches(self.scenario, step + number)
                         given.append(self._grads(step + number, batch))
-                        contexts.enter_context(self._context_of(batch == count - 1))
-                    for (number, _), grads in zip(together, given, strict=True):
+                        contexts.enter_context(
+                            self._context_of(is_last(self.scenario, step + number, batch))
+                        )
+                    for (number, batch), grads in zip(together, given, strict=True):
                         self.model, self.params, self.optimizers, self.own = models[number]
+                        self._update = update_of(
+                            self.scenario, self.group_rank, step + number, batch
+                        )
                         self._pass_through(grads)
             for number in range(2):
                 self.model, self.params, self.optimizers, self.own = models[number]
@@ -238,7 +246,7 @@ class StrategyDriver(RankDriver):
             group: of the model; by default that of the scenario.
         """
         scenario = self.scenario
-        made = BufferedProbe if scenario.variant == "buffers" else Probe
+        made = BufferedProbe if has_buffers(scenario) else Probe
         probe = made.__new__(made) if probe is None else probe
         made.__init__(probe, scenario.params, scenario.initial_value, self.rank)
         if isinstance(probe, BufferedProbe):
@@ -399,7 +407,7 @@ class StrategyDriver(RankDriver):
         for index, parameter in enumerate(self.params):
             if parameter.grad is not None:
                 self.keep(f"grad/p{index}", parameter.grad)
-        if self.scenario.variant == "buffers":
+        if has_buffers(self.scenario):
             for name, buffer in self.model.named_buffers():
                 self.keep(f"buffer/{name.rpartition('.')[2]}", buffer)
         if any(buffers.gaps_changed() for buffers in self.buffers):
