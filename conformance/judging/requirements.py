@@ -46,6 +46,18 @@ def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> b
     return True
 
 
+def require_own_group(run: Run, found: Found) -> bool:
+    """Require that no collective waits for ranks that take no part; return whether none does."""
+    for rank in run.ranks:
+        foreign = rank.first("foreign")
+        if foreign:
+            ranks = ", ".join(map(str, foreign["group"]))
+            step = f"step {foreign['step']}" if foreign["step"] >= 0 else "a step of the warm-up"
+            actual = f"rank {rank.rank}, {step}: {foreign['what']} on ranks {ranks}"
+            return found.require(False, "collectives of the model's own group alone", actual)
+    return True
+
+
 def require_warm_up(run: Run, claims: Claims, found: Found) -> bool:
     """Require the mean, rounded if that is claimed, in the steps of a claimed warm-up; return
     whether they give it.

@@ -10,6 +10,7 @@ from conformance.judging.oracles.feedback import (
 from conformance.judging.requirements import (
     require_meeting,
     require_optimizer,
+    require_own_group,
     require_same,
     require_steps,
 )
@@ -282,18 +283,21 @@ def _joined(saved: RankRecord, resumed: RankRecord, at: int, end: int) -> RankRe
     source="torch documentation, DistributedDataParallel, find_unused_parameters: the gradient of "
     "a parameter that no rank has used stays as it was",
     remedy="the residual of a parameter whose gradient is all zeros on this rank: send zeros, and "
-    "keep the residual as it is until the rank uses the parameter again",
+    "keep the residual as it is until the rank uses the parameter again; a vote of ranks without "
+    "group=, or one that ends if all parameters were used at first",
 )
 def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
     """Under ``keeps_unused`` the gradients that DDP leaves sum to the means, although DDP drops the
     result of a parameter that no rank has used in a step.
 
-    In each step no rank uses one of five parameters, which rest in turn, for one to three steps;
-    others are used by one rank alone then. Each has a bucket of its own, or there are two or three
-    in a bucket, and DDP drops the result of one. For half of the seeds a step has two to four
-    micro-batches, each with parameters of its own. A hook without the claim may send a part of its
-    residual in such a step, which is lost: an expert of a mixture loses it in most steps. The
-    certificate names that limit.
+    A model trains on two of three ranks; the third one takes part in nothing, and no vote of the
+    two may wait for it. All parameters are used in 60 to 150 steps, whose gradients are so small
+    that next to nothing is held back. In each later step no rank uses one of five parameters, which
+    rest in turn, for one to three steps; others are used by one rank alone then. Each has a bucket
+    of its own, or there are two or three in a bucket, and DDP drops the result of one. For half of
+    the seeds a step has two to four micro-batches, each with parameters of its own. A hook without
+    the claim may send a part of its residual in such a step, which is lost: an expert of a mixture
+    loses it in most steps. The certificate names that limit.
     """
     if claims.lossy == DIFFERENCE:
         found.does_not_apply()
@@ -302,7 +306,7 @@ def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
             "with find_unused_parameters a part of the residual is lost in a step in which no rank "
             "uses the parameter: keeps_unused is not claimed"
         )
-    else:
+    elif require_own_group(run, found):
         require_all_delivered(run, claims, found, _DROPPED)
 
 

@@ -10,6 +10,7 @@ from conformance.judging.oracles.clusters import cause_in_nodes
 from conformance.judging.requirements import (
     require_meeting,
     require_optimizer,
+    require_own_group,
     require_same,
     require_steps,
 )
@@ -224,14 +225,8 @@ def bystanders(run: Run, claims: Claims, found: Found) -> None:
     The set-up and the factory of a state may use WORLD, and make process groups, because all ranks
     call them. In a step, only the ranks of the model's group are there.
     """
-    for rank in run.ranks:
-        foreign = rank.first("foreign")
-        if foreign:
-            ranks = ", ".join(map(str, foreign["group"]))
-            actual = f"rank {rank.rank}, step {foreign['step']}: {foreign['what']} on ranks {ranks}"
-            found.require(False, "collectives of the model's own group alone", actual)
-            return
-    require_steps(run, claims, found, run.steps("crafted"))
+    if require_own_group(run, found):
+        require_steps(run, claims, found, run.steps("crafted"))
 
 
 @rule(

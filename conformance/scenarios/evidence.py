@@ -17,7 +17,8 @@ fails_large, dies_large
                 one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
 feedback_unused 7 to 9 rests, each of one to three steps, at least two longer than one; the
                 sizes of the matrices; whether each has a bucket of its own; for half of the seeds
-                two to four micro-batches a step
+                two to four micro-batches a step; which of three ranks waits; 60 to 150 steps in
+                which all parameters are used
 feedback_rescaled
                 the sizes of four parameters, two of which share a bucket; four loss scales of 2**0
                 to 2**16, each for three to six steps; the second is lower than the first by 2**7 to
@@ -47,6 +48,7 @@ _SMALLEST_FAILURE = 12
 _LARGEST = 22
 _LATEST_FAILURE = 5
 _MOST_MICRO_BATCHES = 4
+_STEPS_OF_ALL = (60, 150)
 _FIRST_LATE_FAILURE = 4
 _LAST_LATE_FAILURE = 255
 
@@ -126,11 +128,18 @@ _MATRICES = (Param((24, 32)), Param((32, 24)), Param((28, 28)), Param((300,)), P
 FEEDBACK_UNUSED = Scenario(
     name="feedback_unused",
     summary="find_unused_parameters, for hooks that hold back parts of gradients: in each step no "
-    "rank uses one parameter of five; it rests for up to three steps",
+    "rank uses one parameter of five; it rests for up to three steps; all are used in 60 to 150 "
+    "steps before; a rank outside of the model's group waits",
     params=_MATRICES,
     steps=("normal",) * 12,
-    world_sizes=(2,),
+    groups=((0, 2), (1,)),
+    # A vote of all ranks on what is unused would count what other models use.
+    idle=(1,),
+    observe=replace(VALUES.observe, collectives=True),
     ddp=DDPOptions(bucket_cap_mb=_CAP, find_unused_parameters=True),
+    # In these steps no parameter rests, and next to nothing is held back.
+    unrecorded_steps=60,
+    unrecorded_kind="faint",
     prerequisite="unused",
 )
 
@@ -162,6 +171,11 @@ FEEDBACK_RESTING = replace(
     name="feedback_resting",
     summary="the loss scale changes while no rank uses one parameter of five, for hooks that hold "
     "back parts of gradients",
+    world_sizes=(2,),
+    groups=(),
+    idle=(),
+    observe=VALUES.observe,
+    unrecorded_steps=0,
     loss_scales=(16,) * 6 + (8,) * 6,
 )
 
@@ -333,11 +347,16 @@ def _draw_unused(scenario: Scenario, draw: random.Random) -> Scenario:
 
 
 def _draw_unused_in_micro_batches(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the same, and whether a step has two to four micro-batches."""
+    """Draw the same, and whether a step has two to four micro-batches, which of three ranks waits,
+    and the number of steps in which all parameters are used.
+    """
     scenario = _draw_unused(scenario, draw)
-    if draw.random() < 0.5:
-        return scenario
-    return with_micro_batches(scenario, draw.randint(2, _MOST_MICRO_BATCHES), draw)
+    if draw.random() >= 0.5:
+        scenario = with_micro_batches(scenario, draw.randint(2, _MOST_MICRO_BATCHES), draw)
+    idle = draw.randrange(3)
+    training = tuple(rank for rank in range(3) if rank != idle)
+    before = draw.randint(*_STEPS_OF_ALL)
+    return replace(scenario, groups=(training, (idle,)), idle=(idle,), unrecorded_steps=before)
 
 
 def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:

@@ -87,7 +87,7 @@ _WITH_RANDOM_VALUES = (
 )
 _SAVED_EARLY = tuple(one.name for one in (SAVED_ONE, RESUMED_ONE, ROLLED_BACK))
 # Hooks that average over WORLD are not tried on groups here.
-_ON_GROUPS = (ROLLED_BACK.name, UNUSED_GROUPS.name)
+_ON_GROUPS = (ROLLED_BACK.name, UNUSED_GROUPS.name, FEEDBACK_UNUSED.name)
 # Of uneven groups the gradients would not have exact means over WORLD.
 _ON_UNEVEN_GROUPS = (COMPLEX.name, SPARSE.name)
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
@@ -190,7 +190,7 @@ def count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
         # Rule 2.7 judges the claim. Here DDP would drop what ranks of another group have used.
         size = max(map(len, scenario.groups))
         nodes = (1, size - 1) if scenario.nodes else ()
-        scenario = replace(scenario, groups=(), size=size, nodes=nodes)
+        scenario = replace(scenario, groups=(), idle=(), size=size, nodes=nodes)
     return replace(scenario, world_only=True)
 
 
@@ -205,6 +205,7 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
         JOINT.name,
         RESUMED_BY_OTHER_RANKS.name,
         ROLLED_BACK.name,
+        FEEDBACK_UNUSED.name,
     )
     return brings_ranks and smallest < claims.min_world_size
 
@@ -345,7 +346,7 @@ def lengthen_first_loss_scale(scenario: Scenario, claims: Claims) -> Scenario:
 
 def take_first_step(scenario: Scenario, claims: Claims) -> Scenario:
     """Take the first step alone."""
-    return replace(scenario, steps=scenario.steps[:1])
+    return replace(scenario, steps=scenario.steps[:1], unrecorded_steps=0)
 
 
 def is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
@@ -404,6 +405,9 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     if scenario.steps[0] == "tiled":
         usual = "tiled"
     last = "normal" if scenario.name in _WITH_RANDOM_VALUES else usual
+    if scenario.unrecorded_kind in DRAINING:
+        # The warm-up is over before these steps, which must leave nothing behind.
+        usual = last = scenario.unrecorded_kind
     steps = (usual,) * (claims.warmup - 1) + (last,) + scenario.steps
     if scenario.name == SPECIAL_FIRST.name:
         steps = put_warm_up_after_overflows(scenario.steps, claims.warmup)

@@ -66,7 +66,7 @@ def require_all_delivered(run: Run, claims: Claims, found: Found, cause: str) ->
         found: the findings of the rule.
         cause: the known mistake.
     """
-    for rank in range(run.world):
+    for rank in sorted({*range(run.world)} - {*run.scenario.idle}):
         for index in range(len(run.scenario.params)):
             if not _require_delivered(run, claims, found, rank, index, cause):
                 return

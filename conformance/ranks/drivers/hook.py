@@ -172,12 +172,13 @@ class HookDriver(RankDriver):
         if self.saved:
             # The steps before were made in another process, which has saved its state.
             steps = steps[self.scenario.resume.saves_at :]
-        elif not self.scenario.long_run:
-            self._warm_up(self.scenario.unrecorded_steps)
         if self.scenario.idle:
             # All ranks have registered the subject. From here on, the others are busy elsewhere.
             group = self.scenario.group_of(self.rank, self.world)
             self.collectives.taking_part = frozenset(group)
+        warms_up = not self.saved and not self.scenario.long_run
+        if warms_up and self.rank not in self.scenario.idle:
+            self._warm_up(self.scenario.unrecorded_steps)
         if self.scenario.simulated:
             self._simulate()
         elif self.scenario.captured:

@@ -273,9 +273,11 @@ class CollectiveRecorder:
             raise collective_failed()
         if self.before_each is not None:
             self.before_each()
-        if is_collective and (self._records or self.peer_death):
+        is_recorded = self._records or bool(self.peer_death)
+        if is_collective and (is_recorded or self.taking_part is not None):
             properties = fingerprint()
-            self._record(properties)
+            if is_recorded:
+                self._record(properties)
             self._require_taking_part(properties)
         result = call()
         work = result[-1] if isinstance(result, (tuple, list)) else result
