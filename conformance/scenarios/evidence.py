@@ -24,7 +24,7 @@ feedback_rescaled
                 to 2**16, each for three to six steps; the second is lower than the first by 2**7 to
                 2**10, the third higher than the second by 2**3 or more
 feedback_overflown
-                the sizes of five parameters, two or more of which share a bucket; three to six
+                the sizes of five parameters; two or more share a bucket; three to six
                 steps, an overflow on one rank or on all, and six to nine steps at a loss scale that
                 is lower by 2**7 to 2**10
 fails_late      a small bucket; the failure happens in step 4 to 255, every step as likely as the

@@ -24,7 +24,7 @@ MODES = replace(
 TWO_GROUPS = replace(
     PLAIN,
     name="joinable_two_groups",
-    summary="contexts on WORLD and on fewer ranks in turn, one of which throws, then a context "
+    summary="contexts on WORLD and on fewer ranks in turn; one throws; then a context "
     "within another one on the other group; the ranks, the order and the numbers of inputs are "
     "drawn",
     variant="two_groups",
