@@ -156,7 +156,8 @@ def every_option(run: Run, claims: Claims, found: Found) -> None:
     "frozen, or if a group is added then; one count of steps for a group of parameters; a "
     "zero_grad() that clears the parameters that are trained now, or were at first; a step that is "
     "captured, with the options of its groups: capture it anew if one of them is written; a loop "
-    "over the groups that ends at one without a gradient, as by break in place of continue",
+    "over the groups that ends at one without a gradient, as by break in place of continue; ranks "
+    "that agree on the parameters with gradients again only if those of one rank have changed",
 )
 def empty(run: Run, claims: Claims, found: Found) -> None:
     """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
@@ -168,16 +169,18 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     One whose first gradient comes late begins as in a first step. The optimizer is SGD with
     momentum, and Adam or AdamW. For 260 to 300 steps in a row a parameter has no gradient, and
     another one is frozen; two more rest in turns, one has a gradient in every 9th to 60th step
-    alone, and two are trained from the 20th to 250th step on. At the end a whole group in front of
-    another one is frozen for 2 to 6 steps, and has no gradient for 2 to 6 more, and in one step no
-    parameter has a gradient on any rank. Of four more the gradients are zeros,
-    in whole or in some rows, for as many steps in a row or in turns. Meanwhile a group is added:
-    parameters that are frozen then, or have no gradient, keep their states. Options of groups are
-    written twice, once after 12 to 60 steps in which no group has changed, and once after 150 or
-    more: rate, momentum or betas, and weight decay, each in one group or more. In drawn steps
-    zero_grad() of the optimizer clears the gradients before the backward, or after the step before:
-    also those of parameters that were frozen since, or thawed. The numbers and the parameters are
-    drawn from the session's seed.
+    alone, and two are trained from the 20th to 250th step on. If ranks have gradients of their own,
+    the rest of one parameter ends on the first rank 3 to 15 steps before the other one, and that of
+    another parameter on the second, as of an expert that one rank alone begins to use. At the end a
+    whole group in front of another one is frozen for 2 to 6 steps, and has no gradient for 2 to 6
+    more, and in one step no parameter has a gradient on any rank. Of four more the gradients are
+    zeros, in whole or in some rows, for as many steps in a row or in turns. Meanwhile a group is
+    added: parameters that are frozen then, or have no gradient, keep their states. Options of
+    groups are written twice, once after 12 to 60 steps in which no group has changed, and once
+    after 150 or more: rate, momentum or betas, and weight decay, each in one group or more. In
+    drawn steps zero_grad() of the optimizer clears the gradients before the backward, or after the
+    step before: also those of parameters that were frozen since, or thawed. The numbers and the
+    parameters are drawn from the session's seed.
 
     Without an averager and without the claim ``averages`` all ranks have the same gradients.
     """

@@ -17,7 +17,7 @@ from conformance.scenarios.optimizer_in_half import lacks_gradient_in_half
 from conformance.scenarios.optimizer_late_training import is_trained_late
 from conformance.scenarios.optimizer_loops import RESET, trained_late
 from conformance.scenarios.optimizer_repeats import is_repeated
-from conformance.scenarios.optimizer_rests import rests, rests_at
+from conformance.scenarios.optimizer_rests import rests, rests_at, rests_in_place
 from conformance.scenarios.optimizer_states import SCALED
 from conformance.scenarios.optimizer_training import EMPTY, FROZEN, UNFROZEN, kept_plan
 
@@ -80,6 +80,7 @@ def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, in
     places = range(size) if place is None else (place,)
     return any(
         not is_empty(scenario, step, other, size)
+        and not rests_in_place(scenario, step, index, other, size)
         and (scenario.variant not in _UNUSED or uses(size, other, step, index))
         for other in places
     )

@@ -29,7 +29,8 @@ RESTS = replace(
     "row, in turns, in all steps but every so many, or until their first one; three are frozen "
     "then; four more have gradients of zeros, in whole or in some rows; a group is added "
     "meanwhile; options of groups are written after many steps without a change; at the end one "
-    "group rests as a whole, twice, and in one step no parameter has a gradient",
+    "group rests as a whole, twice, and in one step no parameter has a gradient; if ranks have "
+    "gradients of their own, two rests end on one rank before the other",
     params=(
         *(Param((5, 3)), Param((7,)), Param(()), Param((2, 3))),
         *(Param((4,)), Param((3, 2)), Param((9,)), Param((2, 2))),
@@ -58,6 +59,8 @@ _UNCHANGED = (12, 60)
 _LONG_UNCHANGED = 150
 # So many steps are left after the last write.
 _STEPS_AFTER = 5
+# The number of steps in which a rest is over on one rank alone.
+_ALONE = (3, 15)
 # The number of steps of each rest of a whole group.
 _COMMON = (2, 6)
 # Gradients come again after so many steps, but for their zeros: they take long to make.
@@ -74,11 +77,16 @@ class Rest:
         is_frozen: whether the parameter requires no gradient then.
         zeros: the part of the gradient that is zeros then, from 0 to 1, in whole rows; None if
             there is no gradient.
+        alone: the steps after the rest in which one rank alone has a gradient, if ranks have their
+            own: its rest ends first.
+        first_place: the place of that rank in its group, modulo the group's size.
     """
 
     steps: frozenset[int]
     is_frozen: bool = False
     zeros: tuple[float, float] | None = None
+    alone: range = range(0)
+    first_place: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,19 @@ def rests_at(scenario: Scenario, step: int, index: int, *, frozen: bool) -> bool
         return (step in common.frozen) is frozen
     rest = _plan(scenario.session_seed, scenario.name)[index]
     return step in rest.steps and rest.zeros is None and rest.is_frozen is frozen
+
+
+def rests_in_place(scenario: Scenario, step: int, index: int, place: int, size: int) -> bool:
+    """Whether a parameter still rests on a rank, although its rest is over on another one.
+
+    Args:
+        place: of the rank in its group.
+        size: of the group.
+    """
+    if not rests(scenario):
+        return False
+    rest = _plan(scenario.session_seed, scenario.name)[index]
+    return step in rest.alone and place != rest.first_place % size
 
 
 def zeros_at(scenario: Scenario, step: int, index: int) -> range:
@@ -172,19 +193,34 @@ def _plan(seed: int, name: str) -> tuple[Rest, ...]:
     count = len(scenario.steps)
     seldom = set(range(count)) - set(range(draw.randrange(every), count, every))
     part = (draw.uniform(0.0, 0.4), draw.uniform(0.5, 0.9))
+    late = frozenset(range(draw.randint(100, 250)))
     rests = [
         Rest(frozenset()),
         Rest(frozenset(seldom)),
-        Rest(frozenset(range(draw.randint(100, 250)))),
+        _ends_alone(scenario, Rest(late), place=0),
         Rest(frozenset(range(draw.randint(20, 99))), is_frozen=True),
     ]
     for is_frozen, zeros in ((False, None), (True, None), (False, (0.0, 1.0)), (False, part)):
         begin = draw.randint(*_FIRST_STEPS)
         long = range(begin, begin + draw.randint(*_LONG))
         rests.append(Rest(frozenset(long), is_frozen, zeros))
-        rests.append(Rest(frozenset(_turns(draw)), is_frozen, zeros))
+        turns = Rest(frozenset(_turns(draw)), is_frozen, zeros)
+        has_end = zeros is None and not is_frozen
+        rests.append(_ends_alone(scenario, turns, place=1) if has_end else turns)
     draw.shuffle(rests)
     return tuple(rests)
+
+
+def _ends_alone(scenario: Scenario, rest: Rest, place: int) -> Rest:
+    """Return a rest that is over on one rank before it is on the others.
+
+    Args:
+        place: the number of the rest. The next one is over first on the next rank.
+    """
+    end = max(rest.steps) + 1
+    alone = range(end, end + generator(scenario, f"alone {place}").randint(*_ALONE))
+    first_place = place + generator(scenario, "first place").randrange(2)
+    return replace(rest, alone=alone, first_place=first_place)
 
 
 def _turns(draw: random.Random) -> Iterable[int]:

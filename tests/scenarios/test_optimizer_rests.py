@@ -52,9 +52,9 @@ def test_rests_are_long_and_short_with_and_without_frozen_parameters() -> None:
             assert sum(0 < length < 260 for length in lengths) == 2
         for index in range(len(scenario.params)):
             for step in range(len(scenario.steps)):
-                if rests_in_common(scenario, step, index):
-                    continue
                 rest = rests_of(scenario)[index]
+                if rests_in_common(scenario, step, index) or step in rest.alone:
+                    continue
                 assert is_frozen(scenario, step, index) == (rest.is_frozen and step in rest.steps)
                 rests = step in rest.steps and rest.zeros is None
                 assert has_gradient(scenario, 2, 1, step, index) is not rests
@@ -88,6 +88,24 @@ def test_a_group_in_front_of_another_one_rests_frozen_and_thawed() -> None:
             assert nobody == [common.nothing]
             assert not any(is_frozen(scenario, common.nothing, index) for index in every)
             assert max(*common.frozen, *common.without, common.nothing) < len(steps) - 5
+
+
+def test_two_rests_end_on_one_rank_before_the_other() -> None:
+    for seed in SEEDS:
+        for scenario in (drawn(RESTS, seed), drawn(RESTS_OF_ADAM, seed)):
+            first = set()
+            for index, rest in enumerate(rests_of(scenario)):
+                for step in rest.alone:
+                    places = [p for p in range(2) if has_gradient(scenario, 2, p, step, index)]
+                    assert places == [rest.first_place % 2]
+                    assert has_gradient(scenario, 2, None, step, index)
+                    assert rest.alone.start - 1 in rest.steps
+                    assert all(
+                        has_gradient(scenario, 2, place, rest.alone.stop, index)
+                        for place in range(2)
+                    )
+                    first.add(rest.first_place % 2)
+            assert first == {0, 1}
 
 
 def test_gradients_are_zeros_for_long_and_in_turns_as_a_whole_and_in_rows() -> None:
