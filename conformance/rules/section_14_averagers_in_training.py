@@ -268,14 +268,17 @@ def drifting(run: Run, claims: Claims, found: Found) -> None:
     since="1.2",
     source="runs of training have many thousand steps",
     remedy="a warm-up, a count or a buffer that ends after some number of steps or averages; ranks "
-    "that agree on the parameters with gradients in the first averages alone",
+    "that agree on the parameters with gradients in the first averages alone, or later only if one "
+    "of them sees a change",
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 400 to 700 steps, by the session's seed, parameters are the means that are due, or
     stay as they are. Gradients keep their bits. An averager that gossips has four ranks, others
-    two. Without the claim ``like`` a parameter has its first gradient in a drawn average from the
+    two. A parameter has its first gradient in a drawn average from the
     18th to the 151st one, and another one has none in 17 to 150 averages in between, if there are
-    so many; both within the first two thirds of the averages."""
+    so many; both within the first two thirds of the averages. In the next 1 to 4 averages one rank
+    alone has a gradient of it, which is drawn. Under ``like`` that holds for references that do not
+    remember averages."""
     require_right(run, claims, found, must_change=True, evaluated=True)
     require_same_gradients(run, found)
 

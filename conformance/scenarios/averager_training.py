@@ -204,8 +204,9 @@ LONG = replace(
     PLAIN,
     name="averager_long",
     summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps; every other rank has "
-    "another hash seed; without the claim like, one parameter has no gradient on any rank in the "
-    "first 17 to 150 averages, and another one in as many later ones; then eight further models "
+    "another hash seed; unless it is like an averager with a state, one parameter has no gradient "
+    "on any rank in the first 17 to 150 averages, and another one in as many later ones; each has "
+    "its next ones on one rank alone; then eight further models "
     "come one after another",
     params=(Param((3,)), Param((2, 2)), Param((5,)), Param((2, 3))),
     world_sizes=(2,),

@@ -86,7 +86,7 @@ def has_gradient(scenario: Scenario, size: int, place: int, step: int, index: in
     """Whether the rank in a place of its group has a gradient for a parameter."""
     if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
         return False
-    if rests(scenario, step, index):
+    if rests(scenario, size, place, step, index):
         return False
     return scenario.variant != "unused" or uses(size, place, step, index)
 

@@ -60,6 +60,32 @@ class TrustsItsUsers(Averager):
         super().average([params[place] for place in sorted(places)])
 
 
+class TrustsItsFirstUsers(TrustsItsUsers):
+    """The same, claimed to be like a reference."""
+
+
+class FollowsItsFirstRank(Averager):
+    """Agree on the parameters with gradients in 16 averages, and later only if those of the group's
+    first rank have changed.
+    """
+
+    own = None
+    used = None
+    averages = 0
+
+    def average(self, params):
+        own = torch.tensor([parameter.grad is not None for parameter in params]).int()
+        self.averages += 1
+        is_same = self.own is not None and torch.equal(own, self.own)
+        has_changed = torch.tensor([int(self.averages <= 16 or not is_same)])
+        dist.broadcast(has_changed, group=self.group, group_src=0)
+        if has_changed.item():
+            self.own = own
+            self.used = own.clone()
+            dist.all_reduce(self.used, dist.ReduceOp.MAX, self.group)
+        super().average([params[place] for place in self.used.nonzero().flatten().tolist()])
+
+
 class EmaInTheParameter(Ema):
     """Keep averages in attributes of the parameters: two averages of a model share them."""
 
@@ -113,6 +139,13 @@ MUTANTS = [
     Mutant(f"TrustsItsList,{AT}", ("14.18",), **OF),
     Mutant(f"TrustsItsCount,{AT}", ("14.18",), **OF),
     Mutant(f"TrustsItsUsers,{AT}", ("14.21",), **OF),
+    Mutant(
+        f"TrustsItsFirstUsers,{AT}",
+        ("14.21",),
+        "like(PeriodicModelAverager, period=4, warmup_steps=10)",
+        **OF,
+    ),
+    Mutant(f"FollowsItsFirstRank,{AT}", ("14.21",), **OF),
     Mutant("EmaInTheParameter", ("14.17",), "like(EMAModelAverager, decay=0.999)", **OF),
     Mutant("PlansPartners,period=2", ("14.21",), "like(GossipModelAverager, period=2)", **OF),
     Mutant(

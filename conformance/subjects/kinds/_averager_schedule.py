@@ -185,7 +185,7 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
                 # Two ranks have one partner each.
                 scenario = replace(scenario, size=4)
             scenario = replace(scenario, steps=lengthened(kinds, schedule))
-            if not options.get("like"):
+            if not is_stateful(options):
                 scenario = let_rest(scenario, schedule)
             first = schedule.first(min(schedule.periods))
             return (
