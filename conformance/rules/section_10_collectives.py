@@ -100,8 +100,9 @@ def any_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     right, and has the same bits; random gradients of 20,011 elements are judged by the bound of
     2.2.
 
-    Unless results are lossy, two or three buckets of float16, of bfloat16 and of float64 have one
-    size, 33 to 600 elements: all of them are under way together.
+    Unless results are lossy, two or three buckets of each of float16, bfloat16, float32 and float64
+    have one size: all of them are under way together. The sizes are 33 to 2**17 elements, one from
+    each of four equal parts of the range of logarithms.
 
     Seeds 1 and 2, which are part of the scenarios' names, draw the orders: the same seed gives the
     same order again. Callbacks run in another order on each rank, as they may on Gloo, which has

@@ -8,8 +8,10 @@ from conformance.scenarios.clusters import UNUSED_GROUPS
 from conformance.scenarios.hook import SCHEDULES, UNUSED
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.training_sizes import sizes_between
 
 _HALVES = ("float16", "bfloat16")
+_FLOATS = (*_HALVES, "float32", "float64")
 
 
 def add_other_dtypes(scenario: Scenario) -> Scenario:
@@ -32,13 +34,15 @@ def _that_some_leave_out(scenario: Scenario) -> Scenario:
 
 
 def _in_equal_buckets(scenario: Scenario) -> Scenario:
-    """Add two or three parameters of one size for float16, bfloat16 and float64 each, at any place:
-    of 33 to 600 elements, so that each has a bucket of its own. They are alike in all schedules.
+    """Add two or three parameters of one size for each of float16, bfloat16, float32 and float64,
+    at any place: of 33 to 2**17 elements, so that each has a bucket of its own. One size comes from
+    each of four equal parts of the range of logarithms. They are alike in all schedules.
     """
     numbers = generator(replace(scenario, name="schedules"), "dtypes")
     params = list(scenario.params)
-    for dtype in (*_HALVES, "float64"):
-        size = numbers.randint(33, 600)
+    sizes = sizes_between(33, 1 << 17, len(_FLOATS), len(_FLOATS), numbers)
+    numbers.shuffle(sizes)
+    for dtype, size in zip(_FLOATS, sizes, strict=True):
         for _ in range(numbers.randint(2, 3)):
             params.insert(numbers.randint(0, len(params)), Param((size,), dtype))
     return replace(scenario, params=tuple(params))

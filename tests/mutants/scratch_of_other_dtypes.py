@@ -36,7 +36,16 @@ def float64_in_scratch(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def large_ones_in_scratch(state: Any, bucket: Bucket) -> Result:
+    """Sum large buckets in memory that those of one size share."""
+    if is_dense(bucket) and bucket.buffer().numel() >= 1 << 13:
+        buffer = bucket.buffer()
+        return _mean_in_scratch(bucket, state, _WIDER.get(buffer.dtype, buffer.dtype))
+    return average(bucket, state)
+
+
 MUTANTS = [
     Mutant("halves_in_scratch", ("10.3",)),
     Mutant("float64_in_scratch", ("10.3",)),
+    Mutant("large_ones_in_scratch", ("10.3",)),
 ]
