@@ -452,7 +452,8 @@ def values_in_training(run: Run, claims: Claims, found: Found) -> None:
     share of 1/4 to 0.97, and the others have 2**-12 to 2**-6: for any threshold from 0.17 to 0.88
     one step has a mean share below it and a rank above it. There is an embedding, too, of 500 to
     5,000 rows of 8 to 64 columns, in which whole rows are zero. A tenth to a half of the other
-    rows have elements that sum to zero, on one rank or on each rank that has the row.
+    rows have elements that sum to zero, on one rank or on each rank that has the row. These two
+    parameters have scales from 2**-40 to 2**-24, and of the ranges above, step by step in turns.
     """
     require_steps(run, claims, found, run.steps("zero_all", "training", MOSTLY_ZERO))
 

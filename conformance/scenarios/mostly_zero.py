@@ -44,7 +44,9 @@ _LONGEST_RUN = 6  # as a power of two
 _UNIT = 1 << 24
 # The large parameter has places beyond 16 bits.
 _LARGE = (1 << 16, 1 << 17)
-_EXPONENTS = (-6, 6)  # of the large parameter
+_EXPONENTS = (-6, 6)
+# From step to step, in turns: late in a training without a loss scale, and with one.
+_EXPONENTS_IN_TURNS = ((-40, -24), _EXPONENTS, (12, 17))
 # An embedding.
 _ROWS = (500, 5_000)
 _COLUMNS = (8, 64)
@@ -130,15 +132,26 @@ def add_mostly_zero_steps(scenario: Scenario, numbers: random.Random) -> Scenari
     the first, and with two more parameters: one of 2**16 to 2**17 elements, and an embedding of 500
     to 5,000 rows of 8 to 64 columns, of at most 2**17 elements.
 
-    In four of these steps one rank has far more elements that are not zero than the others.
+    In four of these steps one rank has far more elements that are not zero than the others. From
+    step to step the gradients of these two parameters are 2**-40 to 2**-24, 2**-6 to 2**6, and
+    2**12 to 2**17 times as large as others, in turns.
     """
     first, *others = scenario.steps
     for more in ("", "", *(f"/{number}" for number in range(len(MORE)))):
         others.append(f"{MOSTLY_ZERO}/{numbers.randrange(10**6)}{more}")
     numbers.shuffle(others)
-    large = Param((numbers.randint(*_LARGE),), exponent=numbers.randint(*_EXPONENTS))
-    params = (*scenario.params, large, draw_embedding(numbers))
-    return replace(scenario, steps=(first, *others), params=params)
+    large = Param((numbers.randint(*_LARGE),))
+    added = tuple(
+        replace(spec, exponent=0, exponents=_draw_exponents(numbers))
+        for spec in (large, draw_embedding(numbers))
+    )
+    return replace(scenario, steps=(first, *others), params=(*scenario.params, *added))
+
+
+def _draw_exponents(numbers: random.Random) -> tuple[int, ...]:
+    """Draw the exponents of the steps of one parameter, one from each range."""
+    ranges = numbers.sample(_EXPONENTS_IN_TURNS, len(_EXPONENTS_IN_TURNS))
+    return tuple(numbers.randint(*bounds) for bounds in ranges)
 
 
 def draw_embedding(numbers: random.Random, largest: int = _LARGEST) -> Param:

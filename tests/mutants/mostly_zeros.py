@@ -210,6 +210,24 @@ def rows_divided_by_the_world(state: Any, bucket: Bucket) -> Result:
     return _average_rows(state, bucket, used, dist.get_world_size())
 
 
+def blocks_above_epsilon(state: Any, bucket: Bucket) -> Result:
+    """Send the blocks of large buckets that are above float32's epsilon on some rank."""
+    if not _takes_lists(bucket) or bucket.buffer().numel() < 1 << 16:
+        return average(bucket, state)
+    buffer = bucket.buffer()
+    padded = torch.nn.functional.pad(buffer, (0, -buffer.numel() % 256))
+    is_zero = padded.view(-1, 256).abs().amax(1) <= torch.finfo(torch.float32).eps
+    used = (~is_zero).to(torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group_of(state))
+    if not used.any():
+        return completed(torch.zeros_like(buffer))
+    part = padded.view(-1, 256)[used.bool()]
+    mean = torch.zeros_like(padded)
+    dist.all_reduce(part, group=group_of(state))
+    mean.view(-1, 256)[used.bool()] = part / group_of(state).size()
+    return completed(mean[: len(buffer)].clone())
+
+
 MUTANTS = [
     Mutant("room_for_the_mean,parts=20", ("2.12",)),
     Mutant("room_for_the_mean,parts=9", ("2.12",), worlds=(3,)),
@@ -219,6 +237,7 @@ MUTANTS = [
     Mutant("places_in_16_bits", ("2.12",)),
     Mutant("rows_by_their_sum", ("2.12",)),
     Mutant("own_rows_by_their_sum", ("2.12",)),
+    Mutant("blocks_above_epsilon", ("2.12",)),
     Mutant("only_above_zero", ("8.7",)),
     Mutant("only_finite", ("8.7",)),
     Mutant("rows_with_a_length", ("8.7",)),
