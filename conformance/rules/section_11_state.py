@@ -82,9 +82,10 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
     "or which the saved state lacks: residuals.update(saved); a factor of the loss scale; parts of "
     "large tensors, which come back in another order; the process group, which load_state_dict "
-    "drops, as by self.__init__(**saved); a learning rate in the state, or a parameter group that "
-    "the optimizer has replaced in its own load_state_dict; a load_state_dict that takes values "
-    "out of the saved dict, and a state_dict that changes those in use",
+    "drops, as by self.__init__(**saved); a saved loss scale that is multiplied by the one in use; "
+    "a learning rate in the state, or a parameter group that the optimizer has replaced in its own "
+    "load_state_dict; a load_state_dict that takes values out of the saved dict, and a state_dict "
+    "that changes those in use",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
@@ -101,8 +102,10 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     two ranks and of one: a state that loads in its own process keeps its group. A subject with
     ``world_only`` is judged on WORLD alone.
 
-    Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved. Of a fused hook
-    the trainer's optimizer is saved and loaded, too, and has another rate in the steps after that.
+    Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved, and once more
+    before its own process loads it: then the scale goes back as well, as that of a GradScaler which
+    loads its state, without a call. Of a fused hook the trainer's optimizer is saved and loaded,
+    too, and has another rate in the steps after that.
     """
     saved, resumed, rolled_back = runs.values()
     _require_resumed(saved, resumed, found)

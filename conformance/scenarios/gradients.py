@@ -97,7 +97,7 @@ import torch
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.dust_values import dust
 from conformance.scenarios.few_elements import FEW, places
-from conformance.scenarios.growth import growth_of
+from conformance.scenarios.growth import LONE, growth_of, lone_growth
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.impulses import ALONE, feeds_alone
 from conformance.scenarios.model import DRAINING, Param
@@ -385,6 +385,8 @@ def _values(
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":
         return bell(numel, (rank, step, param))
+    if base == LONE:
+        return bell(numel, (rank, step, param)) * 2.0 ** lone_growth(kind, rank)
     if kind in _NARROW:
         return bell(numel, (rank, step, param)).to(_NARROW[kind]).double()
     if kind == "wide":

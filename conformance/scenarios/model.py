@@ -414,7 +414,10 @@ class Scenario:
         """Return the factors of the loss scale that a subject is told before a step.
 
         It is told of a long fall in two parts: the scale has fallen twice while the model rested.
+        If it loads a state before the step, the trainer has gone back to the scale of that state.
         """
+        if step and step in (self.resume.rolls_back_at, self.resume.starts_over_at):
+            return ()
         factor = self.loss_scale(step) / self.loss_scale(step - 1)
         if factor == 1:
             return ()

@@ -18,7 +18,7 @@ import torch
 
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.few_elements import FEW
-from conformance.scenarios.growth import GROWN
+from conformance.scenarios.growth import GROWN, LONE
 from conformance.scenarios.mostly_zero import MOSTLY_ZERO, is_kept
 from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.turns import TURN
@@ -65,7 +65,7 @@ def base_kind(kind: str) -> str:
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
     base, *words = kind.split("/")
-    if not words or base in (DUST, FEW, MOSTLY_ZERO, TURN, GROWN, RESTING):
+    if not words or base in (DUST, FEW, MOSTLY_ZERO, TURN, GROWN, LONE, RESTING):
         return None
     if words[-1].startswith(_ZEROS):
         zeros = int(words.pop().removeprefix(_ZEROS))

@@ -385,7 +385,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             bool(claims.rescaled and claims.checkpointable)
             and claims.warmup < 2  # else the state is saved within the warm-up
-            and scenario.name in (SAVED_ONE.name, RESUMED_ONE.name)
+            and scenario.name in (SAVED_ONE.name, RESUMED_ONE.name, ROLLED_BACK.name)
         ),
         changes.save_after_rescale,
         "a factor of the loss scale may belong to the state",

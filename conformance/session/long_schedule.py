@@ -14,13 +14,16 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
                             values, so that losses add up; rounds with four times as much, small
                             ones, zeros; zeros until residuals are empty, once on the way and at the
                             end; before the end small ones alone
-    compressed(ef21)        random values, held until the estimates have converged to them
+    compressed(ef21)        random values, held until the estimates have converged to them; in
+                            three to six rounds those of one rank alone are 2**3 to 2**9 times as
+                            large
     compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
                             the same values on all ranks, or on rank 0 alone; gradients that grow
                             again and again; one parameter has 1 to 8 elements
     local                   random values; far smaller ones for a fifth of the run, and far larger
-                            ones for another
+                            ones for another; in three to six rounds those of one rank alone are
+                            2**3 to 2**9 times as large
 """
 
 import math
@@ -28,7 +31,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from conformance.scenarios.growth import GROWN, put_staircases
+from conformance.scenarios.growth import GROWN, put_lone_spikes, put_staircases
 from conformance.scenarios.learning_rates import with_learning_rates
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.resting_parameter import put_first_rest, put_rest
@@ -99,6 +102,7 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         hold = steps_until(claims.delta, SETTLED)
         segments = max(3, -(-drawn // hold))
         after = ["normal"] * (segments * hold)
+        _put_spikes_of_estimates(after, hold, generator(scenario, "lone spikes"))
     elif claims.lossy == CONTRACTION:
         after = draws.choices(("normal", "drift"), (3, 1), k=drawn)
         special = ["small", "large", "spike", "zero_all"]
@@ -114,12 +118,24 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         assert claims.lossy == LOCAL
         after = _of_other_lengths(drawn, draws)
         _put(after, ("small", "large"), REPEATS, draws)
+        usual = [place for place in range(_ROUNDS_BEFORE, drawn) if after[place] == "normal"]
+        ranks = scenario.world_sizes[0]
+        put_lone_spikes(after, usual, ranks, generator(scenario, "lone spikes"))
     is_local = claims.lossy == LOCAL
     long_run = replace(
         scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup, moves_apart=is_local
     )
     scenario = replace(scenario, steps=(*warm_up, *after), long_run=long_run)
     return with_learning_rates(scenario, is_local=is_local, is_lossy=bool(claims.lossy))
+
+
+def _put_spikes_of_estimates(rounds: list[str], hold: int, draws: random.Random) -> None:
+    """Let the gradients of one rank grow alone, each time soon after all gradients have changed:
+    the estimates have time to converge again.
+    """
+    segments = range(hold, len(rounds) - hold, hold)
+    places = [begin + draws.randint(1, max(1, hold // 4)) for begin in segments]
+    put_lone_spikes(rounds, places, _RANKS, draws)
 
 
 def _with_few_elements(scenario: Scenario, draws: random.Random) -> Scenario:

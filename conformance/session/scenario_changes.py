@@ -320,16 +320,19 @@ def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
 
 def save_after_rescale(scenario: Scenario, claims: Claims) -> Scenario:
     """Change the loss scale before the state is saved, and once more when it has been loaded; the
-    steps and the factors are drawn, alike for the run that saves and the one that resumes.
+    steps and the factors are drawn, alike for the run that saves and the one that resumes. If a
+    process goes back to its own state, the scale changes before that, and goes back with the state.
     """
     numbers = generator(replace(scenario, name=SAVED_ONE.name), "loss scales")
+    saves_at, end = scenario.resume.saves_at, scenario.resume.rolls_back_at or len(scenario.steps)
     first = numbers.randint(4, 12)
     second = first + numbers.choice((-1, 1)) * numbers.randint(1, 4)
-    before = numbers.randrange(1, scenario.resume.saves_at)
+    before = numbers.randrange(1, saves_at)
     third = second + numbers.choice((-1, 1)) * numbers.randint(1, 4)
-    again = numbers.randrange(scenario.resume.saves_at, len(scenario.steps))
-    scales = (first,) * before + (second,) * (again - before)
-    scales += (third,) * (len(scenario.steps) - again)
+    rolls_back = bool(scenario.resume.rolls_back_at)
+    again = numbers.randrange(saves_at + rolls_back, end)
+    scales = (first,) * before + (second,) * (again - before) + (third,) * (end - again)
+    scales += scales[saves_at:] if rolls_back else ()
     return replace(scenario, loss_scales=scales, rescale_call=claims.rescaled)
 
 
@@ -433,8 +436,13 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
 def start_over(scenario: Scenario, claims: Claims) -> Scenario:
     """Add the first steps again, to be made from the state before them: three after a warm-up."""
     resume = replace(scenario.resume, starts_over_at=len(scenario.steps))
-    again = scenario.steps[: claims.warmup + 3]
-    return replace(scenario, steps=scenario.steps + again, resume=resume)
+    again = slice(claims.warmup + 3)
+    return replace(
+        scenario,
+        steps=scenario.steps + scenario.steps[again],
+        loss_scales=scenario.loss_scales + scenario.loss_scales[again],
+        resume=resume,
+    )
 
 
 def is_folded_local(scenario: Scenario, claims: Claims) -> bool:

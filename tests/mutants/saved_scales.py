@@ -139,6 +139,26 @@ def residuals_loaded_for_good(state: ScalesItsOwn, bucket: Bucket) -> Result:
     return average(bucket, None)
 
 
+class ReplaysScale(Unscaled):
+    """Residuals in units without the loss scale; the saved scale is replayed as one more change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.rescale(saved["scale"])
+
+
+class KeepsItsScale(ReplaysScale):
+    """Residuals in units without the loss scale; a process that has changed its scale keeps it."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        Unscaled.load_state_dict(self, saved)
+        if self.scale == 1:
+            self.scale = saved["scale"]
+
+
 _CLAIMS = "checkpointable, rescaled(call=rescale), world_only"
 
 MUTANTS = [
@@ -147,6 +167,15 @@ MUTANTS = [
         ("11.2",),
         f"compressed(delta=0.25), {_CLAIMS}",
         f"{__name__}:Unscaled",
+    ),
+    *(
+        Mutant(
+            "residuals_without_scale",
+            ("11.2",),
+            f"compressed(delta=0.25), {_CLAIMS}",
+            f"{__name__}:{state}",
+        )
+        for state in ("ReplaysScale", "KeepsItsScale")
     ),
     Mutant(
         "residuals_saved_without_scale",
