@@ -68,7 +68,8 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     rank's gradients overflow in one step.
 
     Under ``compressed(feedback=ef21)`` and ``local`` one rank's gradients are 2**3 to 2**9 times as
-    large as usual in three to six single steps: it decides nothing alone then.
+    large as usual in three to six single steps, fewer if ``delta`` is small: it decides nothing
+    alone then.
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
