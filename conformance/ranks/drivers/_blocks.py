@@ -331,20 +331,26 @@ class Calls(Stack):
     As in self-attention, one tensor is both inputs of a block; and an input and a keyword of
     another. Three more blocks get drawn arguments: two give results in a drawn order, and
     one gives a tuple with one entry.
+
+    Args:
+        numbers: all other numbers are drawn from these.
+        of_lone: those of the block with one result.
     """
 
-    def __init__(self, numbers: random.Random) -> None:
-        results = [drawn_results(numbers), drawn_results(numbers), lone_result(numbers)]
-        mixes = [Mixes(WIDTH, drawn_kinds(numbers), names) for names in results]
+    def __init__(self, numbers: random.Random, of_lone: random.Random) -> None:
+        draws = (numbers, numbers, of_lone)
+        mixes = [Mixes(WIDTH, drawn_kinds(numbers), drawn_results(numbers)) for _ in range(2)]
+        mixes.append(Mixes(WIDTH, drawn_kinds(of_lone), lone_result(of_lone)))
         nest = Nest(Block("nest.block"))
         super().__init__([Joins(), nest, Joins(), Joins(), *mixes])
         self.other = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.numbers = numbers
         self.mixed = [
-            MixedCalls(block, f"block {index}", numbers, WATCH.returns)
-            for index, block in enumerate(mixes, 4)
+            MixedCalls(block, f"block {index}", draw, WATCH.returns)
+            for index, (block, draw) in enumerate(zip(mixes, draws, strict=True), 4)
         ]
+        self.of_lone = of_lone
 
     def wrap(self, wrap: Wrap) -> None:
         self.blocks[1].block = wrap(self.blocks[1].block)
@@ -358,7 +364,7 @@ class Calls(Stack):
         joined, of_two = self._joined(2, same, same, self.scale * 3)
         same = joined.tanh()
         made, of_three = self._joined(3, same, other.sin(), same)
-        ends = [*self.numbers.sample((True, False), 2), self.numbers.random() < 0.5]
+        ends = [*self.numbers.sample((True, False), 2), self.of_lone.random() < 0.5]
         for index, ends_trained in enumerate(ends):
             mixed = self.mixed[index].call(self.blocks[4 + index], x, ends_trained)
             made = made + mixed.tanh()
@@ -462,7 +468,7 @@ def _layers(scenario: Scenario) -> Stack:
     if variant == "twice":
         return Twice()
     if variant == "calls":
-        return Calls(generator(scenario, "arguments"))
+        return Calls(generator(scenario, "arguments"), generator(scenario, "one result"))
     if variant == "containers":
         return Containers(generator(scenario, "containers"))
     if variant == "attributes":
