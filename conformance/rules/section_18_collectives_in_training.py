@@ -20,6 +20,7 @@ from conformance.judging.oracles.collective_forms import (
 from conformance.judging.oracles.collective_training import (
     note_refusal_of_async,
     note_refusal_of_others,
+    require_kept_around,
     require_no_error_in_wait,
     require_recovery,
 )
@@ -55,25 +56,36 @@ from conformance.subjects.claims import Claims
     "Large messages arrive",
     on=(LARGE,),
     owns=(LARGE,),
-    needs=("18.1", "18.2", "18.3"),
+    needs=("18.1", "18.2", "18.3", "18.5", "18.23"),
     since="1.2",
     source="torch documentation, torch.distributed.all_gather: tensors of any size; grids of "
     "kernels and indices of 16 bits",
     remedy="chunks of a fixed size, of which the last or all but the first are left out; a scale "
     "for more than a block; another format for large messages; functions made in a loop over "
-    "chunks, which read its variables in wait(), after the last chunk",
+    "chunks, which read its variables in wait(), after the last chunk; chunks of reshape(-1), "
+    "which is a copy if the tensor is not contiguous; an output that is cleared, or used as "
+    "scratch, if it is a part of the input",
 )
 def large(run: Run, claims: Claims, found: Found) -> None:
     """Every element of a message of 2**17 to 2**21 elements, and of one above 2**21, arrives within
     the bound of rule 18.2; so does a small message between them or after them.
 
-    Two of the three calls have async_op=True, one of a large message among them; they are under way
-    together if one follows the other. If an error refuses that, the certificate names it, and the
-    calls have no async_op. The sizes, the order and these calls are drawn from the session's seed.
-    Values are random, in runs of 128 that differ by powers of two.
+    So does one of 2**17 to 2**20 elements that is not contiguous: the weight of a convolution in
+    channels_last, a transposed matrix, or columns of a wider one. Or an error refuses that layout.
+    One of the contiguous large messages lies in a buffer, in place if 18.23 has such calls.
+
+    Two of the four calls have async_op=True, one of a large contiguous message among them; they are
+    under way together if one follows the other. If an error refuses that, the certificate names it,
+    and the calls have no async_op. The sizes, the order, the layout and these calls are drawn from
+    the session's seed. Values are random, in runs of 128 that differ by powers of two.
     """
+    for event in run.ranks[0].all("refuses_calls"):
+        layout = run.scenario.params[event["index"]].layout
+        found.note(f"large messages in the layout {layout} are refused: {event['error']}")
     note_refusal_of_async(run, found, "large messages")
     require_calls(run, claims, found, kinds=("uneven",))
+    for call in calls(run):
+        require_kept_around(found, call)
 
 
 @rule(
@@ -134,10 +146,7 @@ def views(run: Run, claims: Claims, found: Found) -> None:
     note_refusal_of_async(run, found, "parts of larger buffers")
     for call in calls(run):
         require_call(run, claims, found, call)
-        changed = call.event["changed_around"]
-        actual = f"{call}: {changed} elements of the buffer around the outputs have changed"
-        cause = "more is written than the message has"
-        found.require(not changed, "elements around the outputs as they were", actual, cause)
+        require_kept_around(found, call)
 
 
 @rule(

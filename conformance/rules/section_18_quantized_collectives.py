@@ -298,8 +298,8 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
     "kept from the first call; a barrier of WORLD",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
-    """With group= messages are exchanged within that group, also after a call on WORLD, and while
-    other groups make fewer calls; the source of a scatter is a global rank."""
+    """With group= messages of up to 2**20 elements are exchanged within that group, also after a
+    call on WORLD, and while other groups make fewer calls; scatter's src is a global rank."""
     require_calls(run, claims, found)
 
 

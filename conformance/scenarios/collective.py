@@ -100,7 +100,7 @@ SUBGROUPS = replace(
     name="collective_subgroups",
     summary="on disjoint subgroups of WORLD, one of a single rank, whose last calls have "
     "async_op=True; group ranks are not global ranks; each group makes one call more than the "
-    "one before it",
+    "one before it; one message of the last step is large",
     groups=((1, 3), (0, 2), (4,)),
     observe=Observation(bytes_sent=True),
 )

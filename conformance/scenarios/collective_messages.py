@@ -46,7 +46,9 @@ from conformance.scenarios.collective import (
     MINUTE,
     OF_FLOAT64,
     OF_UNEVEN_SIZES,
+    PLAIN,
     SPREAD,
+    SUBGROUPS,
     SUMMING,
     TO_ALL,
     VAST,
@@ -147,9 +149,9 @@ def indices(scenario: Scenario, step: int) -> list[int]:
         return []  # It has no argument op.
     specs = list(enumerate(scenario.params))
     if scenario.variant == OF_LARGE and scenario.steps[step] in POISON:
-        # The largest one would take long, and the smallest one is no large message.
-        by_size = sorted(specs, key=lambda pair: math.prod(pair[1].shape))
-        return [by_size[len(specs) // 2][0]]
+        return [memory.middle_one(scenario)]
+    if scenario.name == SUBGROUPS.name and step + 1 < len(scenario.steps):
+        specs = specs[: len(PLAIN.params)]
     if scenario.steps[step] in OF_FLOAT64:
         return [index for index, spec in specs if spec.shape and spec.dtype == "float64"]
     takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
@@ -168,13 +170,8 @@ def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
         return _is_drawn_asynchronous(scenario, step, index)
     if scenario.variant == OF_DTYPES:
         return _is_drawn_asynchronous(scenario, step, index)
-    if scenario.variant == OF_VIEWS:
+    if scenario.variant in (OF_VIEWS, OF_LARGE):
         return index in memory.asynchronous_calls(scenario, step)
-    if scenario.variant == OF_LARGE:
-        # One large message is among them.
-        count = len(scenario.params)
-        chosen = _draw_of(scenario, step).sample(range(count), (count + 1) // 2)
-        return step == 0 and index in chosen
     return scenario.variant in (HANDLES, "waited", "in_flight")
 
 

@@ -26,9 +26,9 @@ OF_LARGE = "of_large"
 _LARGE = replace(
     PLAIN,
     name="collective_large",
-    summary="messages of 2**17 to 2.6 million elements, and a small one, in a drawn order; two of "
-    "three calls have async_op=True; then NaN, and infinities, in one large message; sizes are "
-    "drawn",
+    summary="messages of 2**17 to 2.6 million elements, one of which is not contiguous, and a "
+    "small one, in a drawn order; one lies in a buffer, in place where that is allowed; half of "
+    "the calls have async_op=True; then NaN, and infinities, in one large message; sizes are drawn",
     steps=("uneven", "nan", "infinite"),
     world_sizes=(2,),
     variant=OF_LARGE,
@@ -219,11 +219,13 @@ def matrix(numel: int, numbers: random.Random) -> Param:
 
 
 def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw three messages, their order, and the length of the table that their values repeat.
+    """Draw four messages, their order, and the length of the table that their values repeat.
 
     One has 2**17 to 2**21 elements, evenly over their logarithms; one has more than 2**21 and up to
     2**19 more, so that a subject that is wrong beyond any number in that range is refused. The
-    third has 300 to 900. The table has a prime length from 100,000 to 160,000.
+    third has 300 to 900. The fourth has 2**17 to 2**20 in a drawn memory layout: the weight of a
+    convolution, a transposed matrix, or columns of a wider one. The table has a prime length from
+    100,000 to 160,000.
     """
     sizes = [
         _log_uniform(SMALLEST_LARGE, LARGEST, numbers),
@@ -231,8 +233,25 @@ def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
         numbers.randint(300, 900),
     ]
     numbers.shuffle(sizes)
-    params = tuple(matrix(size, numbers) for size in sizes)
-    return replace(scenario, params=params, period=prime_from(numbers.randint(100_000, 160_000)))
+    params = [matrix(size, numbers) for size in sizes]
+    period = prime_from(numbers.randint(100_000, 160_000))
+    size = _log_uniform(SMALLEST_LARGE, 2**20, numbers)
+    layout = numbers.choice(("channels_last", "transposed", "columns"))
+    other = matrix(size, numbers)
+    if layout == "channels_last":
+        channels = numbers.randint(32, 128)
+        other = Param((-(-size // (9 * channels)), channels, 3, 3))
+    params.insert(numbers.randint(0, len(params)), replace(other, layout=layout))
+    return replace(scenario, params=tuple(params), period=period)
+
+
+def draw_on_subgroups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw one more message, of 2**16 to 2**20 elements, evenly over their logarithms. The last
+    step has it. Values repeat a table as in :func:`draw_dtypes`.
+    """
+    large = matrix(_log_uniform(2**16, 2**20, numbers), numbers)
+    period = prime_from(numbers.randint(10_000, 20_000))
+    return replace(scenario, params=(*PLAIN.params, large), period=period)
 
 
 def draw_recovering(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -408,6 +427,7 @@ def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    SUBGROUPS.name: draw_on_subgroups,
     _LARGE.name: draw_large,
     _RECOVERING.name: draw_recovering,
     _RECOVERING_HALF.name: draw_recovering_half,

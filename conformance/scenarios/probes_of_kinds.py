@@ -134,11 +134,14 @@ def _steps_of(plain: Scenario) -> Callable[[int], Scenario]:
 
 def _messages(value: int) -> Scenario:
     sizes = _sizes(value)
+    params = [*map(_matrix, sizes)]
+    if value <= _LARGEST_WITH_NEIGHBOURS:
+        # There are messages above larger numbers in other layouts.
+        params.append(replace(params[-1], layout="transposed"))
     return replace(
         collective_training.LARGE,
-        params=tuple(map(_matrix, sizes)),
+        params=tuple(params),
         steps=collective_training.LARGE.steps[:1],
-        variant="",
         period=prime_from(min(max(101, max(sizes) // 3), 130_000)),
     )
 

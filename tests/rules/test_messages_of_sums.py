@@ -68,8 +68,8 @@ Actual: rank 0, step 0, p9, call form 'maximum_of_integers', the reduced output,
     63424.748 (12 of 12 elements differ)
 Likely cause: not the result of op=MAX: another operation, group or divisor, a lost sign,
     or a coarser rounding
-Expected: from -32.0781251 to -31.9218749 (exact: -32)
-Actual: rank 0, step 0, p0, the reduced output, index 0: -41.0781251 (15 of 15 elements
+Expected: from 1.24829096 to 1.25170904 (exact: 1.25)
+Actual: rank 0, step 0, p0, the reduced output, index 0: -7.75170904 (15 of 15 elements
     differ)
 Likely cause: the group is ignored""",
     )
@@ -106,6 +106,12 @@ def test_reasons_name_refused_large_calls() -> None:
     large.ranks[0].events.append(event("refuses_waiting", 0, index=0, error="small ones alone"))
     noted = reasons("18.21", large, claims)
     assert "async_op=True is refused for large messages: small ones alone" in noted
+    params = large.scenario.params
+    index = next(at for at, spec in enumerate(params) if not spec.is_contiguous)
+    large.ranks[0].events.append(event("refuses_calls", 0, index=index, error="no strides"))
+    layout = params[index].layout
+    noted = reasons("18.21", large, claims)
+    assert f"large messages in the layout {layout} are refused: no strides" in noted
 
 
 def test_reasons_name_refused_calls() -> None:

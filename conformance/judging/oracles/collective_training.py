@@ -131,6 +131,14 @@ def require_no_error_in_wait(found: Found, call: Call) -> None:
     )
 
 
+def require_kept_around(found: Found, call: Call) -> None:
+    """Require that a buffer keeps its values around the outputs, if they lie in one."""
+    changed = call.event.get("changed_around", 0)
+    actual = f"{call}: {changed} elements of the buffer around the outputs have changed"
+    cause = "more is written than the message has"
+    found.require(not changed, "elements around the outputs as they were", actual, cause)
+
+
 def note_refusal_of_async(run: Run, found: Found, of_calls: str) -> None:
     """Note the error that refuses async_op=True for some calls that are made without it.
 

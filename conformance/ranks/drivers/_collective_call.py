@@ -27,7 +27,7 @@ from conformance.scenarios.collective import (
     SUMMING,
     operation_of,
 )
-from conformance.scenarios.collective_training import OF_VIEWS
+from conformance.scenarios.collective_training import OF_LARGE, OF_VIEWS
 from conformance.scenarios.failing_collectives import FUTURE_FAILS
 from conformance.scenarios.gradients import lay_out
 
@@ -115,15 +115,18 @@ class CollectiveCall:
             # Its input is its output.
             self.outputs = [lay_out(tensor, layout) for tensor in self.inputs]
             self.inputs = []
+        self._is_in_output = False
         if scenario.variant == "long":
             self._take_tensors_again(tensors_of_calls)
             if collective in IN_OUTPUTS and step % 3 == 1:
                 self._share_memory_of_output()
         self.buffers: Buffers | None = None
         self.is_in_input = False
-        if scenario.variant == OF_VIEWS:
-            draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
+        in_buffer = ""
+        if scenario.variant in (OF_VIEWS, OF_LARGE):
             in_buffer = memory.place_in_buffer(scenario, step, index)
+        if in_buffer:
+            draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
             inputs = Buffers(self.inputs, draw, in_buffer)
             self.inputs = inputs.views
             self.buffers = Buffers(self.outputs, draw, in_buffer)
@@ -131,7 +134,7 @@ class CollectiveCall:
             if memory.is_in_place(scenario, step, index):
                 self._share_memory(collective, inputs)
         self.handed = list(self.outputs)
-        self.before = [digest(tensor) for tensor in self.inputs]
+        self.before = self._bits_of_inputs()
         self._bits_of_outputs: list[str] = []
         self.positional, self.named = self._arguments()
         self.returned: Any = None
@@ -180,6 +183,18 @@ class CollectiveCall:
         own = self._own_part(self.outputs)
         own.copy_(self.inputs[0])
         self.inputs = [own]
+        self._is_in_output = True
+
+    def _bits_of_inputs(self) -> list[str]:
+        """Return the bits of the inputs; '' for memory that is an output, too."""
+        if self._is_in_output:
+            return [""]
+        if not self.is_in_input:
+            return [_bits(tensor) for tensor in self.inputs]
+        is_one = self.driver.scenario.options[0] in ONE_INPUT
+        parts = list(self.inputs[0].chunk(self.size)) if is_one else self.inputs
+        bits = ["" if at == self.place else _bits(part) for at, part in enumerate(parts)]
+        return [" ".join(bits)] if is_one else bits
 
     def _own_part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of a list, or of its only tensor."""
@@ -226,15 +241,15 @@ class CollectiveCall:
         A list entry may be another tensor with the same bits.
         """
         pairs = (
-            ("input", self.inputs, self.before),
             ("output", self.outputs, self._bits_of_outputs),
             ("output", self.handed, self._bits_of_outputs),
         )
-        found = [
+        found = [f"input {k}" for k in self._changed_inputs()]
+        found += [
             f"{name} {k}"
             for name, tensors, bits in pairs
             for k, (tensor, before) in enumerate(zip(tensors, bits, strict=True))
-            if not isinstance(tensor, torch.Tensor) or digest(tensor) != before
+            if _bits(tensor) != before
         ]
         return list(dict.fromkeys(found))
 
@@ -278,9 +293,7 @@ class CollectiveCall:
             "raised_in_wait": self.is_asynchronous and self.is_waited_for and bool(self.refused),
             "waits": callable(getattr(self.returned, "wait", None)),
             "returned": type(self.returned).__name__,
-            "inputs_changed": [
-                k for k, tensor in enumerate(self.inputs) if digest(tensor) != self.before[k]
-            ],
+            "inputs_changed": self._changed_inputs(),
             "replaced": [k for k, out in outputs if not _is_same(out, self.handed[k])],
             "dtypes": [_dtype_name(out) for out in self.outputs],
             "sent": self.driver.collectives.take_sent(),
@@ -301,6 +314,10 @@ class CollectiveCall:
             # Last, since an answer may change the outputs.
             fields |= self._said(self.handle)
         self.driver.recorder.event("called", **fields)
+
+    def _changed_inputs(self) -> list[int]:
+        pairs = zip(self._bits_of_inputs(), self.before, strict=False)
+        return [k for k, (bits, before) in enumerate(pairs) if bits != before]
 
     def _has_lists(self) -> bool:
         return any(isinstance(one, list) for one in (*self.positional, *self.named.values()))
@@ -403,6 +420,11 @@ def _is_same(out: Any, handed: torch.Tensor) -> bool:
         return True
     is_tensor = isinstance(out, torch.Tensor)
     return is_tensor and out.dtype == handed.dtype and digest(out) == digest(handed)
+
+
+def _bits(tensor: Any) -> str:
+    """Return the bits of a tensor, or the name of another type that a subject has put in place."""
+    return digest(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
 
 
 def _dtype_name(out: Any) -> str:

@@ -24,7 +24,7 @@ from conformance.scenarios.collective import (
     operation_of,
 )
 from conformance.scenarios.collective_conditions import MIXED, conditions_of
-from conformance.scenarios.collective_training import UNEVEN_ON_GROUPS
+from conformance.scenarios.collective_training import OF_LARGE, UNEVEN_ON_GROUPS
 from conformance.subjects.spec import CONTEXT_NAMES
 
 
@@ -136,6 +136,10 @@ class CollectiveDriver(RankDriver):
 
     def _make_run(self, calls: list[CollectiveCall]) -> None:
         """Begin calls, and then wait for them, as far as the subject takes them together."""
+        if self.scenario.variant == OF_LARGE:
+            calls = [call for call in calls if self._takes_layout(call)]
+        if not calls:
+            return
         if self.scenario.variant == MIXED:
             calls = [call for call in calls if self._refusals.takes(call)]
             for call in calls:
@@ -152,6 +156,10 @@ class CollectiveDriver(RankDriver):
         for some in lists:
             self._prepare(some[0].step, some)
             self._make_calls(some)
+
+    def _takes_layout(self, call: CollectiveCall) -> bool:
+        is_contiguous = self.scenario.params[call.index].is_contiguous
+        return is_contiguous or self._refusals.takes(call)
 
     def _enter_world(self) -> None:
         self.group = dist.group.WORLD

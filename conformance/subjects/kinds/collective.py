@@ -244,7 +244,12 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
 
 
 def _with_dimensions(spec: Param, dimensions: int) -> Param:
-    """Return a parameter of two dimensions as it is, or flattened to one."""
+    """Return a parameter of two dimensions as it is, or flattened to one; one of more as a
+    transposed matrix, or flattened.
+    """
+    if dimensions == 2 and len(spec.shape) > 2:
+        shape = (spec.shape[0], math.prod(spec.shape[1:]))
+        return replace(spec, shape=shape, layout="transposed")
     if dimensions == 2:
         return spec
     return replace(spec, shape=(math.prod(spec.shape),), layout="contiguous", output_layout="")
