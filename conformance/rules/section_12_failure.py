@@ -97,10 +97,13 @@ def collective_raises(run: Run, claims: Claims, found: Found) -> None:
     needs=("2.1",),
     source="torch documentation, torch.futures.Future.then: errors are seen only by value() and "
     "wait()",
-    remedy="a callback that does not read fut.value()",
+    remedy="a callback that does not read fut.value(); an except around the collective between "
+    "nodes, after which a node goes on with its own mean",
 )
 def peer_dies(run: Run, claims: Claims, found: Found) -> None:
-    """When a peer dies in the middle of a step, backward() raises on the remaining ranks."""
+    """When a peer dies in the middle of a step, backward() raises on the remaining ranks. The two
+    ranks are on nodes of their own, unless results are ``local``; in 12.5 they are on one node.
+    """
     if not _is_alone(run, 0, claims, found):
         _require_raised(run, 0, "its peer had died", found)
 

@@ -74,6 +74,23 @@ def overflow_skips_the_exchange(state: Nodes, bucket: Bucket) -> Result:
     return completed(buffer.div_(state.group.size()))
 
 
+def node_goes_on_alone(state: Nodes, bucket: Bucket) -> Result:
+    """Go on with the mean of the node if the exchange between nodes fails."""
+    if not is_dense(bucket):
+        raise TypeError("sparse gradients are not supported")
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=state.node)
+    if len(state.members) > 1:
+        own = buffer * (state.group.size() / len(state.here))
+        try:
+            if state.leaders:
+                dist.all_reduce(buffer, group=state.leaders)
+        except RuntimeError:
+            buffer.copy_(own)
+        dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
+    return completed(buffer.div_(state.group.size()))
+
+
 _NODES = "tests.mutants.clusters:Nodes"
 _ALL = (1, 2, 3, 4)
 
@@ -86,5 +103,6 @@ MUTANTS = [
         worlds=_ALL,
     ),
     Mutant("rows_of_its_own_node", ("2.9",), state=_NODES, worlds=_ALL),
+    Mutant("node_goes_on_alone", ("12.2",), state=_NODES, worlds=_ALL),
     Mutant("overflow_skips_the_exchange", ("24.1",), state=_NODES, worlds=_ALL),
 ]
