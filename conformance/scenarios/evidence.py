@@ -20,7 +20,7 @@ feedback_unused 7 to 9 rests, each of one to three steps, at least two longer th
                 two to four micro-batches a step; which of three ranks waits; 60 to 150 steps in
                 which all parameters are used
 feedback_rescaled
-                the sizes of four parameters, two of which share a bucket; four loss scales of 2**0
+                the sizes of four parameters; two share a bucket; four loss scales of 2**0
                 to 2**16, each for three to six steps; the second is lower than the first by 2**7 to
                 2**10, the third higher than the second by 2**3 or more
 feedback_overflown
