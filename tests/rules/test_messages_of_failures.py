@@ -95,6 +95,14 @@ def test_a_collective_outside_of_the_group_is_described() -> None:
 Expected: collectives of the model's own group alone
 Actual: rank 0, step 3: barrier on ranks 0, 1, 2""",
     )
+    early = event("foreign", -1, what="barrier", group=[0, 1, 2])
+    records = Run(BYSTANDERS, 3, [RankRecord(rank, [Event(early)]) for rank in range(3)])
+    expecttest.assert_expected_inline(
+        refused("24.6", records),
+        """\
+Expected: collectives of the model's own group alone
+Actual: rank 0, a step of the warm-up: barrier on ranks 0, 1, 2""",
+    )
 
 
 def test_feedback_under_a_loss_scale_is_described() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from conformance.scenarios import collective as scenarios
 from conformance.scenarios.collective_conditions import MIXED_CALLS
-from conformance.scenarios.collective_training import DTYPES, LARGE, OPERATED, UNEVEN
+from conformance.scenarios.collective_training import DTYPES, LARGE, OPERATED, UNEVEN, VIEWS
 from tests.made_runs import event
 from tests.rules.test_messages_of_collectives import called, text
 from tests.rules.test_more_reasons import reasons
@@ -112,6 +112,14 @@ def test_reasons_name_refused_large_calls() -> None:
     layout = params[index].layout
     noted = reasons("18.21", large, claims)
     assert f"large messages in the layout {layout} are refused: no strides" in noted
+
+
+def test_reasons_name_refused_calls_on_parts_of_buffers() -> None:
+    claims = "collective(all_gather), rounded(float16)"
+    parts = called(VIEWS, claims, steps=1)
+    parts.ranks[0].events.append(event("refuses_waiting", 0, index=0, error="whole ones alone"))
+    noted = reasons("18.23", parts, claims)
+    assert "async_op=True is refused for parts of larger buffers: whole ones alone" in noted
 
 
 def test_reasons_name_refused_calls() -> None:

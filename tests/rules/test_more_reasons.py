@@ -298,6 +298,25 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
         ),
         ("15.17", having(stepped, "not_joinable"), "", "it has no join_hook"),
         ("15.7", having(stepped, "takes_no_closure"), "", "step() takes no closure"),
+        (
+            "15.13",
+            having(stepped, "not_called", call="load_state_dict(state_dict=...)"),
+            "",
+            "load_state_dict(state_dict=...) is not judged: its signature does not take this",
+        ),
+        (
+            "15.8",
+            having(stepped, "zeroed", takes_zeros=False, keeps=False, left=[], none=[]),
+            "",
+            "zero_grad(set_to_none=False) is not judged: zero_grad() has no such parameter",
+        ),
+        (
+            "15.5",
+            having(stepped, "adds_no_groups", model=0),
+            "",
+            "groups that are added are not judged: it has no add_param_group(), and gets all "
+            "groups at its construction",
+        ),
         ("15.31", having(stepped, "takes_no_closure"), "", "step() takes no closure"),
         (
             "16.40",
