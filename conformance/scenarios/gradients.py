@@ -101,7 +101,8 @@ from conformance.scenarios.growth import LONE, growth_of, lone_growth
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.impulses import ALONE, feeds_alone
 from conformance.scenarios.model import DRAINING, Param
-from conformance.scenarios.mostly_zero import MOSTLY_ZERO, columns_of, values_of
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO, columns_of
+from conformance.scenarios.mostly_zero_values import values_of
 from conformance.scenarios.random_numbers import (
     bell,
     integers,

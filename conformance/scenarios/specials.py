@@ -19,7 +19,8 @@ import torch
 from conformance.scenarios.dust import DUST
 from conformance.scenarios.few_elements import FEW
 from conformance.scenarios.growth import GROWN, LONE
-from conformance.scenarios.mostly_zero import MOSTLY_ZERO, is_kept
+from conformance.scenarios.mostly_zero import MOSTLY_ZERO
+from conformance.scenarios.mostly_zero_values import is_kept
 from conformance.scenarios.resting_parameter import RESTING
 from conformance.scenarios.turns import TURN
 

@@ -118,7 +118,6 @@ Actual: rank 0, step 1, p0, the message from rank 0, index 0: 1.85438786 (15 of 
 Expected: -0.625 (exact: -0.625)
 Actual: rank 0, step 0, p8, the message from rank 0, index 0: 0.21875 (30 of 30 elements
     differ)
-Likely cause: elements are taken in the order of memory
 Expected: 1048577, or an error
 Actual: rank 0, step 0, p13, the message from rank 0, index 0: 65505 (15 of 15 elements
     differ)

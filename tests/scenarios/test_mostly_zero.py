@@ -3,7 +3,8 @@
 import torch
 
 from conformance.scenarios.gradients import gradient
-from conformance.scenarios.mostly_zero import MORE, SHARES, is_kept
+from conformance.scenarios.mostly_zero import MORE
+from conformance.scenarios.mostly_zero_values import SHARES, is_kept
 from conformance.scenarios.values import LAYERS
 from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import parse_claims
