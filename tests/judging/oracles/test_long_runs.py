@@ -417,9 +417,9 @@ Likely cause: over the whole run results are 0.9897 times the means
 Expected: finite values for finite gradients
 Actual: rank 0, step 77, parameter p0: some are not, or there is no gradient
 Likely cause: this step alone, of 1316, is wrong
-Expected: a result within 14.5 of the mean
+Expected: a result within 14.7 of the mean
 Actual: rank 0, step 1055: 15 away
-Likely cause: 188 of 1276 are wrong, among them steps 1055, 1056, 1057, 1058
+Likely cause: 164 of 1276 are wrong, among them steps 1055, 1056, 1057, 1058
 Expected: the same weights of the ranks' gradients for all elements
 Actual: rank 0, step 900, parameter p0: elements do not fit the weights that fit best,
     0.684 of rank 0, 0.16 of rank 1, 0.155 of rank 2
