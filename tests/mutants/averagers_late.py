@@ -78,7 +78,8 @@ class FollowsItsFirstRank(Averager):
         self.averages += 1
         is_same = self.own is not None and torch.equal(own, self.own)
         has_changed = torch.tensor([int(self.averages <= 16 or not is_same)])
-        dist.broadcast(has_changed, group=self.group, group_src=0)
+        # torch 2.4 and 2.5 have no group_src.
+        dist.broadcast(has_changed, dist.get_global_rank(self.group, 0), group=self.group)
         if has_changed.item():
             self.own = own
             self.used = own.clone()

@@ -122,7 +122,9 @@ class HasVelocities(torch.optim.Optimizer):
                     update = velocity.mul_(group["momentum"]).add_(update)
                 parameter.sub_(group["lr"] * update)
             whole = parameter.detach().contiguous()
-            dist.broadcast(whole, group=self.group, group_src=self._owner(number))
+            # torch 2.4 and 2.5 have no group_src.
+            owner = dist.get_global_rank(self.group, self._owner(number))
+            dist.broadcast(whole, owner, group=self.group)
             parameter.copy_(whole)
         return loss
 
