@@ -11,7 +11,7 @@ from conformance.judging.common_rules import (
     right_beside_own_numbers,
 )
 from conformance.judging.oracles.strategy import require_means
-from conformance.judging.oracles.strategy_buffers import require_buffers, require_buffers_of_two
+from conformance.judging.oracles.strategy_buffers import require_buffers
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -146,12 +146,9 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     Under ``all_used`` every micro-batch uses all of them.
 
     A drawn micro-batch of one model raises an exception before its backward, on all ranks, while
-    the other model is in the midst of its step, and comes again: notes on the other model stay. The
-    models have the buffers of 16.24, and each step of a model begins with those of the first rank.
+    the other model is in the midst of its step, and comes again: notes on the other model stay.
     """
     require_means(run, found)
-    if not found.failures:
-        require_buffers_of_two(run, found)
 
 
 @rule(
@@ -202,6 +199,23 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     """
     if run.scenario.name in (BUFFERS.name, OWN_BUFFERS.name):
         require_means(run, found)
+    require_buffers(run, found)
+
+
+@rule(
+    "16.41",
+    "Each of two models has the buffers of the first rank",
+    on=(TWO,),
+    needs=("16.23", "16.24"),
+    since="2.0",
+    unless="counts",
+    source="training of two models in one process, such as a GAN",
+    remedy="a flag for all models that says whether buffers are sent: keep one for each model",
+)
+def buffers_of_two(run: Run, claims: Claims, found: Found) -> None:
+    """If the micro-batches of two models come in a drawn order, each step of either begins with its
+    buffers of the first rank on all ranks. The buffers are those of 16.24.
+    """
     require_buffers(run, found)
 
 

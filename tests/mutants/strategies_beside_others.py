@@ -5,7 +5,7 @@ own step, or if another rank has other gradients.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,23 @@ def sends_buffers_as_any_step_begins(model: Any, is_final_microbatch: bool) -> I
     if is_final_microbatch:
         _average(model)
     model.require_forward_param_sync = False
+
+
+_trained: WeakSet[torch.nn.Module] = WeakSet()
+
+
+@contextmanager
+def sends_buffers_of_an_only_model(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Let DDP send buffers after a step, unless another module was trained before."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    _trained.add(model.module)
+    with model.no_sync():
+        yield
+    if is_final_microbatch:
+        _average(model)
+        model.require_forward_param_sync = len(_trained) == 1
 
 
 _of_models: WeakKeyDictionary[Any, set[torch.Tensor]] = WeakKeyDictionary()
@@ -243,7 +260,8 @@ def sums_large_ones_over_world(
 
 MUTANTS = [
     *_mutants("16.23", "one_window_for_all_models", "window_of_the_latest_model"),
-    *_mutants("16.23", "sends_buffers_as_any_step_begins", "notes_end_with_any_error"),
+    *_mutants("16.23", "notes_end_with_any_error"),
+    *_mutants("16.41", "sends_buffers_as_any_step_begins", "sends_buffers_of_an_only_model"),
     *_mutants("16.9", "votes_on_world_if_one_lacks", worlds=(2, 4), hangs=True),
     *_mutants("16.20", "sums_large_ones_that_it_has"),
     *_mutants("16.9", "divides_by_world_if_one_lacks", worlds=(2, 4)),

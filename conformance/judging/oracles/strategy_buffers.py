@@ -79,19 +79,6 @@ def require_buffers(run: Run, found: Found) -> None:
             )
 
 
-def require_buffers_of_two(run: Run, found: Found) -> None:
-    """Require the same of two models, unless all their later steps have wrong buffers: those are
-    wrong in one model by itself, too.
-    """
-    later = [
-        not _wrong(run, rank, step, _got(run, rank, step))
-        for rank, step in steps(run)
-        if rank != run.group(rank)[0] and step >= models_of(run.scenario)
-    ]
-    if any(later):
-        require_buffers(run, found)
-
-
 def _got(run: Run, rank: int, step: int) -> dict[str, Any]:
     """Return the values of the buffers after a step, by their names."""
     tensors = run.ranks[rank].tensors
