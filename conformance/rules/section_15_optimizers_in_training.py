@@ -16,7 +16,11 @@ from conformance.judging.oracles.optimizer_calls import (
     require_empty_group_refused_by_all,
     require_own_entries,
 )
-from conformance.judging.oracles.optimizer_gradients import construction, takes_averager
+from conformance.judging.oracles.optimizer_gradients import (
+    construction,
+    takes_averager,
+    takes_options_of_sgd,
+)
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -52,6 +56,9 @@ from conformance.subjects.claims import Claims
 
 BASIC = ("15.1", "15.2", "15.3")
 NO_OPTIMIZER = "it takes neither an optimizer nor a class of optimizers"
+NO_OPTIONS = (
+    "it takes neither an optimizer nor a class of optimizers, nor lr, momentum and weight_decay"
+)
 LIMIT = (
     "it was given equal gradients on all ranks, and averages none: the certificate covers its use "
     "with gradients that DDP, or another subject, has averaged"
@@ -123,12 +130,13 @@ def random_dtypes(run: Run, claims: Claims, found: Found) -> None:
     "betas",
     remedy="options other than lr that are copied once; options of a closure's step; an added "
     "group with the options of the first; options of the construction, which count in groups that "
-    "leave them out",
+    "leave them out; a kernel that is chosen while momentum or weight decay is 0",
 )
 def every_option(run: Run, claims: Claims, found: Found) -> None:
     """Momentum, dampening, weight decay, nesterov, maximize, betas, eps and amsgrad of each group
     count, also after they are rewritten, with closures, and in a group that is added. Options that
-    a group leaves out are those of the construction.
+    a group leaves out are those of the construction. The momentum of one group, and the weight
+    decay of one, are 0 until a step rewrites them.
 
     All numbers, the options that are left out, and the step at which the group is added, are drawn
     from the session's seed.
@@ -407,8 +415,8 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
     The number of groups, their parameters, their options, their places in the buffer, and the gaps
     between them, are drawn from the session's seed.
     """
-    if not construction(run)["takes_any"]:
-        found.does_not_apply(NO_OPTIMIZER)
+    if not takes_options_of_sgd(run):
+        found.does_not_apply(NO_OPTIONS)
         return
     require_empty_group_refused_by_all(run, found)
     require_right(run, found)
@@ -459,14 +467,14 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
 def together(run: Run, claims: Claims, found: Found) -> None:
     """Steps are right if conditions come together that other rules judge alone.
 
-    Two runs have five to eight ranks, 12 to 24 groups with rewritten options and a default dtype
-    that changes; the second goes on from the state that the first has saved. Two more
-    have 300 to 420 steps on two ranks under bfloat16 as the default dtype, and a save after more
-    than 256 steps. One has NaN and infinities on five to eight ranks. The numbers are drawn from
-    the session's seed.
+    Two runs have five to eight ranks, 12 to 24 groups with rewritten options, some of which are 0
+    at first, and a default dtype that changes; the second goes on from the state that the first has
+    saved. Two more have 300 to 420 steps on two ranks under bfloat16 as the default dtype, and a
+    save after more than 256 steps. One has NaN and infinities on five to eight ranks. The numbers
+    are drawn from the session's seed.
     """
-    if kept_plan(run.scenario).groups and not construction(run)["takes_any"]:
-        found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")
+    if kept_plan(run.scenario).groups and not takes_options_of_sgd(run):
+        found.leaves_out(f"no run with many groups is judged: {NO_OPTIONS}")
         return
     require_right(run, found)
 

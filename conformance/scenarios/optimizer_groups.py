@@ -78,6 +78,32 @@ def few_groups(draw: random.Random) -> Setting:
     return Setting(options=of_all, groups=groups, added=(2,))
 
 
+def with_zeros(
+    groups: Sequence[Group],
+    changes: Mapping[int, Mapping[int, Any]],
+    draw: random.Random,
+    zeros: Sequence[Options] = ({"momentum": 0.0}, {"weight_decay": 0.0}),
+) -> tuple[Group, ...]:
+    """Let options be 0, each in a group that is drawn, until a step rewrites them.
+
+    Args:
+        groups: the groups, with options of their own.
+        changes: what steps rewrite: options by the number of their group, which are never 0.
+        draw: the source of the numbers.
+        zeros: the options, each with those that go with it.
+    """
+    numbers = sorted({number for change in changes.values() for number in change})
+    changed = list(groups)
+    for options in zeros:
+        number = draw.choice(numbers)
+        indices, own = changed[number]
+        if not options.keys() <= own.keys():
+            # It has left one of them out, and leaves out its rate instead.
+            own = {name: value for name, value in own.items() if name != "lr"}
+        changed[number] = (indices, {**own, **options})
+    return tuple(changed)
+
+
 def many_groups(params: int, draw: random.Random, most: int = 40) -> Setting:
     """Divide the parameters among 12 to ``most`` groups, each with one parameter at least."""
 
@@ -120,9 +146,14 @@ def groups_together(params: int, draw: random.Random) -> Setting:
     plan = many_groups(params, draw, most=24)
     changes = {
         step: {
-            group: {"lr": draw.uniform(0.01, 0.2), "momentum": draw.uniform(0.5, 0.95)}
+            group: {"lr": draw.uniform(0.01, 0.2), **_moving(draw)}
             for group in draw.sample(range(len(plan.groups)), 3)
         }
         for step in range(1, 8, 2)
     }
-    return replace(plan, changes=changes)
+    zeroed = with_zeros(plan.groups, changes, draw)
+    return replace(plan, groups=zeroed, changes=changes)
+
+
+def _moving(draw: random.Random) -> dict[str, float]:
+    return {"momentum": draw.uniform(0.5, 0.95), "weight_decay": draw.uniform(0.01, 0.2)}

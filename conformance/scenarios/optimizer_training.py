@@ -26,6 +26,7 @@ from conformance.scenarios.optimizer_groups import (
     leaving_out,
     many_groups,
     with_empty_group,
+    with_zeros,
 )
 from conformance.scenarios.optimizer_in_half import HALF, is_closed_in_half
 from conformance.scenarios.optimizer_in_half import setting_in_half as with_groups_in_half
@@ -381,7 +382,11 @@ def _sgd_options(draw: random.Random) -> Setting:
         if not {**of_all, **groups[number][1]}["nesterov"]:
             written["dampening"] = draw.uniform(0.1, 0.5)
         changes[step] = {number: written}
-    return Setting(options=of_all, groups=groups, added=(draw.randint(2, 5),), changes=changes)
+    added = draw.randint(2, 5)
+    # torch takes no nesterov without momentum.
+    zeros = ({"momentum": 0.0, "nesterov": False}, {"weight_decay": 0.0})
+    groups = with_zeros(groups, changes, draw, zeros)
+    return Setting(options=of_all, groups=groups, added=(added,), changes=changes)
 
 
 def _adam_options(draw: random.Random) -> Setting:
@@ -412,7 +417,9 @@ def _adam_options(draw: random.Random) -> Setting:
         }
         for step in range(1, 8)
     }
-    return Setting(options=of_all, groups=groups, added=(draw.randint(2, 5),), changes=changes)
+    added = draw.randint(2, 5)
+    groups = with_zeros(groups, changes, draw, ({"weight_decay": 0.0},))
+    return Setting(options=of_all, groups=groups, added=(added,), changes=changes)
 
 
 def _one_group(

@@ -10,6 +10,7 @@ import pytest
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.averager_training import ROLLED_TO_START
+from conformance.scenarios.conditions_together import OPTIMIZER as OPTIMIZER_CONDITIONS
 from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
@@ -106,6 +107,13 @@ def without_options() -> Run:
     return changed(stepped(RESTORED_OPTIONS), "made", takes_any=False)
 
 
+def without_momentum() -> Run:
+    """Return a run of an optimizer that takes a rate alone, with many groups."""
+    scenario = next(one for one in OPTIMIZER_CONDITIONS if plan_of(one).groups)
+    run = stepped(replace(scenario, steps=scenario.steps[:2]))
+    return changed(run, "made", takes_any=False, options={"lr": 0.1})
+
+
 NONE_YET = {"unused": True, "started": 0}
 IN_POST_HOOKS = next(scenario for scenario in JOINABLE if scenario.fault.in_post_hooks)
 
@@ -156,6 +164,13 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "",
             "rests of parameters are judged with SGD alone: it takes neither an optimizer nor a "
             "class of optimizers",
+        ),
+        (
+            "15.37",
+            without_momentum,
+            "",
+            "no run with many groups is judged: it takes neither an optimizer nor a class of "
+            "optimizers, nor lr, momentum and weight_decay",
         ),
         (
             "15.39",

@@ -2,8 +2,9 @@
 
 With x a parameter, g its gradient, and the options of its parameter group, a step is
 
-    SGD     g <- +-g + weight_decay x;  m <- g in the first step, later momentum m +
-            (1 - dampening) g;  x <- x - lr m, or x - lr (g + momentum m) with nesterov
+    SGD     g <- +-g + weight_decay x;  m <- g in the first step with momentum, later momentum m +
+            (1 - dampening) g;  x <- x - lr m, or x - lr (g + momentum m) with nesterov; without
+            momentum m stays, and x <- x - lr g
     Adam    g <- +-g + weight_decay x;  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g**2;
             x <- x - lr (m / (1 - b1**t)) / (sqrt(w / (1 - b2**t)) + eps)  in its t-th step, with
             w = v, or the largest v so far with amsgrad (Kingma, Ba, ICLR 2015, algorithm 1)
@@ -56,6 +57,7 @@ class LocalOptimizer:
         previous: the previous gradients of the user's own optimizer.
         errors: the bounds of the errors of ``values``; those of the moments are kept likewise.
         counts: how often each parameter was stepped.
+        momentum_counts: how often each parameter was stepped with momentum, by SGD.
     """
 
     values: Values
@@ -67,6 +69,7 @@ class LocalOptimizer:
     previous: Values = field(init=False)
     errors: Values = field(init=False)
     counts: list[int] = field(init=False)
+    momentum_counts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         zeros = [torch.zeros_like(value) for value in self.values]
@@ -79,6 +82,7 @@ class LocalOptimizer:
         self._square_errors = list(zeros)
         self._largest_errors = list(zeros)
         self.counts = [0] * len(zeros)
+        self.momentum_counts = [0] * len(zeros)
 
     def saved(self) -> tuple[Any, ...]:
         """Return the state, for :meth:`restore`."""
@@ -107,7 +111,7 @@ class LocalOptimizer:
         """Drop the state of a parameter."""
         zeros = torch.zeros_like(self.values[index])
         for part in self._states:
-            part[index] = 0 if part is self.counts else zeros
+            part[index] = 0 if isinstance(part[index], int) else zeros
 
     @property
     def _parts(self) -> tuple[list[Any], ...]:
@@ -116,7 +120,8 @@ class LocalOptimizer:
     @property
     def _states(self) -> tuple[list[Any], ...]:
         return (
-            *(self.momenta, self.squares, self.largest, self.previous, self.counts),
+            *(self.momenta, self.squares, self.largest, self.previous),
+            *(self.counts, self.momentum_counts),
             *(self._momentum_errors, self._square_errors, self._largest_errors),
         )
 
@@ -174,7 +179,8 @@ class LocalOptimizer:
         momentum = options.get("momentum", 0.0)
         if not momentum:
             return grad, error
-        if self.counts[index] == 1:
+        self.momentum_counts[index] += 1
+        if self.momentum_counts[index] == 1:
             moment = grad
             moment_error = error
         else:

@@ -46,6 +46,12 @@ def construction(run: Run, model: int = 0) -> dict[str, Any]:
     return made[model]
 
 
+def takes_options_of_sgd(run: Run) -> bool:
+    """Whether the subject takes an optimizer, or a class, or the options of SGD itself."""
+    made = construction(run)
+    return made["takes_any"] or {"lr", "momentum", "weight_decay"} <= made["options"].keys()
+
+
 def takes_averager(run: Run) -> bool:
     """Return whether the subject has taken an averager."""
     return bool(construction(run)["averager"])
