@@ -25,6 +25,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.conditions_together import OPTIMIZER as CONDITIONS
+from conformance.scenarios.conditions_together import OPTIMIZER_SPECIAL
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
@@ -459,6 +460,8 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     "Conditions of training come together",
     on=CONDITIONS,
     owns=CONDITIONS,
+    # Some parameters are in half precision, which an optimizer may refuse.
+    refusable=(OPTIMIZER_SPECIAL,),
     needs=(*BASIC, "15.11", "15.13", "15.14", "15.29", "15.33", "15.34", "15.35"),
     since="1.6",
     source=TOGETHER,

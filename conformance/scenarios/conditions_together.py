@@ -120,6 +120,7 @@ AVERAGER = (
     *_saved(_on_ranks(averager.RANDOM, "averager_together", "random values, float16 near 40,000")),
     *_saved(_long(averager_training.LONG)),
 )
+OPTIMIZER_SPECIAL = _special(optimizer_training.SPECIAL)
 OPTIMIZER = (
     *_saved(
         replace(
@@ -132,7 +133,7 @@ OPTIMIZER = (
         )
     ),
     *_saved(_long(optimizer_training.LONG)),
-    _special(optimizer_training.SPECIAL),
+    OPTIMIZER_SPECIAL,
 )
 STRATEGY = (
     replace(

@@ -157,12 +157,20 @@ class RunMaker:
         """
         if run.name not in self._failures:
             failed = failed_run(run)
+            if failed and failed.kind == "target" and self._has_run():
+                # The target is right: a subject refuses, say, a dtype with a TypeError of its own.
+                failed = replace(failed, kind="raised")
             self._failures[run.name] = failed
             if failed and failed.kind == "kit":
                 raise KitError(failed.line)
             if failed and failed.kind == "target" and run.world >= self._claims.min_world_size:
                 raise TargetError(failed.line)
         return self._failures[run.name]
+
+    def _has_run(self) -> bool:
+        """Return whether a run of the subject has come to its end, so that its target is right."""
+        runs = [run for run in self.made.values() if isinstance(run, Run)]
+        return any(self._failures.get(run.name, run) is None for run in runs)
 
     def baseline_runs(self, baseline: str, scenario: Scenario, size: int) -> dict[str, Run]:
         """Return the runs that a rule compares the subject's run with, each run once.
