@@ -19,5 +19,5 @@ def test_a_type_error_of_a_right_target_is_a_refusal() -> None:
 def test_a_type_error_in_the_first_run_is_a_wrong_target() -> None:
     target = f"{REFUSES_HALF},unknown=3"
     case = Case(target, "averages", worlds=(1, 2), rules=("15.5",), kind="optimizer")
-    with pytest.raises(TargetError, match="calling RefusesHalf failed: .*unknown"):
+    with pytest.raises(TargetError, match=r"calling RefusesHalf failed: .*unknown"):
         own_judge().judge(case)
