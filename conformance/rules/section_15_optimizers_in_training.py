@@ -136,8 +136,8 @@ def random_dtypes(run: Run, claims: Claims, found: Found) -> None:
 def every_option(run: Run, claims: Claims, found: Found) -> None:
     """Momentum, dampening, weight decay, nesterov, maximize, betas, eps and amsgrad of each group
     count, also after they are rewritten, with closures, and in a group that is added. Options that
-    a group leaves out are those of the construction. The momentum of one group, and the weight
-    decay of one, are 0 until a step rewrites them.
+    a group leaves out are those of the construction. The weight decay of one group, and the
+    momentum of one of SGD's, are 0 until a step rewrites them.
 
     All numbers, the options that are left out, and the step at which the group is added, are drawn
     from the session's seed.
